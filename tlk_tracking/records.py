@@ -1,0 +1,223 @@
+"""The nouns that the stages pass on: closed sets, public records and the facts of one window."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+SESSION_PATTERN = re.compile(r"[0-9a-f]{8}")
+MARKER_PREFIX = "tlk::"
+
+
+class Phase(StrEnum):
+    """Where in a training step an ATen call ran."""
+
+    BEFORE_BATCH = "before_batch"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+
+
+class CallOutcome(StrEnum):
+    """How an ATen call ended."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+
+
+class StepOutcome(StrEnum):
+    """How a step bracket ended; an abandoned one is no step and in no total."""
+
+    COMPLETE = "complete"
+    RAISED = "raised"
+    ABANDONED = "abandoned"
+
+
+class LaunchKind(StrEnum):
+    """What ran on the device, from Kineto's typed category alone."""
+
+    KERNEL = "kernel"
+    MEMCPY = "memcpy"
+    MEMSET = "memset"
+
+
+class AttributionStatus(StrEnum):
+    """Whether a kernel launch is related to an ATen call."""
+
+    ATTRIBUTED = "attributed"
+    UNATTRIBUTED = "unattributed"
+    UNAVAILABLE = "unavailable"
+
+
+class Availability(StrEnum):
+    """Whether device telemetry could be recorded."""
+
+    RECORDED = "recorded"
+    EMPTY = "empty"
+    UNAVAILABLE = "unavailable"
+
+
+class Bound(StrEnum):
+    """What a number says of the truth: equal to it, at most it, at least it, or neither."""
+
+    EXACT = "exact"
+    LOWER = "lower"
+    UPPER = "upper"
+    UNKNOWN = "unknown"
+
+
+class GapReason(StrEnum):
+    """Why a window could not see something. The first five are reasons of one launch, in the order they apply."""
+
+    RECORD_WITHOUT_LAUNCH = "record_without_launch"
+    GRAPH_REPLAY = "graph_replay"
+    FOREIGN_THREAD = "foreign_thread"
+    MODE_PAUSED_INTERIOR = "mode_paused_interior"
+    LAUNCHED_OUTSIDE_DISPATCHER = "launched_outside_dispatcher"
+    LAUNCH_WITHOUT_RECORD = "launch_without_record"
+    INVALID_TIME = "invalid_time"
+    LINK_DISAGREEMENT = "link_disagreement"
+    MODE_DISPLACED = "mode_displaced"
+    CAPTURE_RAISED = "capture_raised"
+    WINDOW_TRUNCATED = "window_truncated"
+    WINDOW_SKIPPED = "window_skipped"
+    UNREADABLE_EVENT = "unreadable_event"
+    NO_DEVICE_EVIDENCE = "no_device_evidence"
+
+
+class Origin(StrEnum):
+    """What a relation between an ATen call and a kernel launch rests on."""
+
+    DISPATCH = "dispatch"
+    INDUCTOR_KERNEL = "inductor_kernel"
+    INDUCTOR_GRAPH = "inductor_graph"
+
+
+class CallSource(StrEnum):
+    """What the rows of aten_calls are."""
+
+    DISPATCH_MODE = "dispatch_mode"
+    MARKERS_ONLY = "markers_only"
+    HOST_OPS = "host_ops"
+
+
+class WindowSource(StrEnum):
+    """Who recorded the window."""
+
+    CALLBACK = "callback"
+    RECORD_KERNELS = "record_kernels"
+    IMPORT = "import"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInput:
+    """One tensor argument of an ATen call."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtenCall:
+    """One call that PyTorch's dispatcher re-dispatched below autograd. None is unknown."""
+
+    sequence: int
+    step: int | None
+    phase: Phase | None
+    operator: str | None
+    overload: str | None
+    module: str | None
+    inputs: tuple[TensorInput, ...] | None
+    thread: int | None
+    outcome: CallOutcome | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLaunch:
+    """The public row for one device record; `duration` is in microseconds. None is unknown."""
+
+    launch_name: str | None
+    device: int | None
+    stream: int | None
+    duration: float | None
+    runtime_correlation: int | None
+    attribution_status: AttributionStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Something that a window could not see: how often, and the evidence in one short sentence."""
+
+    reason: GapReason
+    count: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBracket:
+    """One step of a window and how it ended."""
+
+    step: int
+    outcome: StepOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The closed list of what an annotation says of where it was recorded. None is unknown."""
+
+    torch: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    cupti: str | None = None
+    python: str | None = None
+    lightning: str | None = None
+    mlflow: str | None = None
+    tlk_tracking: str | None = None
+    gpu_model: str | None = None
+    gpu_count: int | None = None
+    os_family: str | None = None
+    precision: str | None = None
+    strategy: str | None = None
+    world_size: int | None = None
+    compiled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowFacts:
+    """What the recording side knows of one window and the trace does not say.
+
+    Attributes:
+        session: 8 lowercase hex digits; the markers of this window carry it.
+        first_step: first step of the active part.
+        warmup: warm-up steps before it.
+        requested: active steps that were asked for.
+        steps: the brackets that were opened in the active part, in order.
+        synchronized: whether the device was synchronized at both ends of the active part.
+        device_expected: False when it is known that no device record could be made (no CUDA); its
+            reason is `unavailable_reason`.
+        gaps: what the recording side itself could not see (`mode_displaced`, `capture_raised`, ...).
+        global_step: the Trainer's `global_step` when the window closed: the step axis of its metrics.
+    """
+
+    session: str
+    source: WindowSource
+    first_step: int
+    warmup: int
+    requested: int
+    steps: tuple[StepBracket, ...]
+    synchronized: bool
+    device_expected: bool = True
+    unavailable_reason: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    global_step: int = 0
+    gaps: tuple[Gap, ...] = ()
+    environment: Environment = Environment()
+
+
+def window_folder(first_step: int, session: str, rank: int) -> str:
+    """Return the place of one annotation below `kernel_telemetry/`, with `/` between its parts."""
+    return f"window_{first_step:06d}_{session}/rank_{rank}"
