@@ -1,0 +1,420 @@
+"""Relate device records to the ATen calls that launched them (EventColumns -> Correlation).
+
+The rules are those of docs/attribution.md. No operator name and no kernel name decides a relation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tlk_tracking.kineto_events import EventColumns, HostRanges, Int64s
+from tlk_tracking.records import Gap, GapReason
+
+Bools = npt.NDArray[np.bool_]
+
+NONE = -1  # an index into nothing; only inside this module and its direct callers' index columns
+
+LAUNCH_APIS = re.compile(
+    r"(?:cudaLaunchKernel|cudaLaunchKernelExC|cudaLaunchCooperativeKernel|cudaLaunchCooperativeKernelMultiDevice"
+    r"|cudaGraphLaunch|cuLaunchKernel|cuLaunchKernelEx|cuLaunchCooperativeKernel|cuLaunchGrid|cuLaunchGridAsync"
+    r"|cuLaunch|cuGraphLaunch)(?:_v\d+)?(?:_ptsz)?"
+)
+TRANSFER_APIS = re.compile(r"(?:cudaMemcpy|cudaMemset|cuMemcpy|cuMemset)\w*")
+BEGIN_CAPTURE_APIS = re.compile(r"(?:cudaStreamBeginCapture|cuStreamBeginCapture)\w*")
+END_CAPTURE_APIS = re.compile(r"(?:cudaStreamEndCapture|cuStreamEndCapture)\w*")
+DISPATCHER_OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(?:\.\w+)?")
+
+LAUNCH_GAPS = (
+    GapReason.RECORD_WITHOUT_LAUNCH,
+    GapReason.GRAPH_REPLAY,
+    GapReason.FOREIGN_THREAD,
+    GapReason.MODE_PAUSED_INTERIOR,
+    GapReason.LAUNCHED_OUTSIDE_DISPATCHER,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """How often Kineto's own external-id link names the same ATen call as the markers do, per launch."""
+
+    agreed: int
+    disagreed: int
+    not_audited: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correlation:
+    """What launched what, as columns over the records and the calls of the trace.
+
+    Attributes:
+        calls: one range per ATen call row (our markers, or innermost host ops), label = sequence.
+        call_host_op: index into `EventColumns.host_ops` of each call row; None when the rows are our markers.
+        call_step: for each call row its step, null (masked) outside every bracket.
+        relation_sequence, relation_record: the relation pairs; sequence and record index, sorted.
+        record_step: for each record its step (masked: none).
+        record_call_start_ns: start of the earliest runtime call with the record's correlation (masked: none).
+        record_gap: index into `LAUNCH_GAPS` (masked: no gap).
+        record_time_valid: false where the duration is not positive or the start not after zero.
+        step_labels: the steps that have a bracket, ascending; origin of the time axis is `first_bracket_ns`.
+        gaps: every gap that the trace itself shows, with counts.
+        empty_transfers: copy or set calls of zero bytes, which have no record.
+        launching_calls: runtime calls that launch, in a bracket or not.
+        runtime_calls_seen: whether the trace holds any runtime call at all: a device session ran.
+    """
+
+    calls: HostRanges
+    call_host_op: Int64s | None
+    call_step: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
+    relation_sequence: Int64s
+    relation_record: Int64s
+    record_step: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
+    record_call_start_ns: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
+    record_gap: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
+    record_time_valid: Bools
+    step_labels: tuple[int, ...]
+    first_bracket_ns: int | None
+    gaps: tuple[Gap, ...]
+    audit: Audit
+    empty_transfers: int
+    launching_calls: int
+    runtime_calls_seen: bool
+
+
+def correlate(events: EventColumns, *, abandoned: frozenset[int] = frozenset()) -> Correlation:
+    """Apply the correlation rules and name the gaps that the trace shows.
+
+    `abandoned` are steps whose bracket is no step: what ran in it counts as outside every bracket.
+    """
+    brackets = _brackets(events, abandoned)
+    calls, host_ops = _call_ranges(events)
+    runtime = events.runtime_calls
+    records = events.records
+
+    owner = innermost(calls, thread=runtime.thread, time_ns=runtime.start_ns)
+    call_bracket = innermost(brackets, thread=None, time_ns=runtime.start_ns)
+    has_id = runtime.correlation != 0
+    by_correlation = np.flatnonzero(has_id)[
+        np.lexsort((runtime.start_ns[has_id], runtime.correlation[has_id]))
+    ]
+    sorted_ids = runtime.correlation[by_correlation]
+    first = np.searchsorted(sorted_ids, records.correlation, "left")
+    stop = np.searchsorted(sorted_ids, records.correlation, "right")
+    known = (records.correlation != 0) & (stop > first)
+    earliest = _take(by_correlation, first, known)
+
+    record_bracket = np.where(known, call_bracket[earliest], NONE) if len(runtime) else _none(len(records))
+    relation_record, relation_call = _relations(
+        owner, by_correlation, first=first, count=np.where(known, stop - first, 0)
+    )
+    related = np.zeros(len(records), bool)
+    related[relation_record] = True
+    record_gap = _launch_gaps(
+        events, calls=calls, brackets=brackets, known=known, earliest=earliest,
+        related=related, in_step=record_bracket != NONE,
+    )  # fmt: skip
+    time_valid = (records.duration_ns > 0) & (records.start_ns > 0)
+    audit = _audit(events, calls, relation_record=relation_record, relation_call=relation_call)
+    lost, empty_transfers, launching = _lost_launches(events, in_bracket=call_bracket != NONE)
+    return Correlation(
+        calls=calls,
+        call_host_op=host_ops,
+        call_step=_labels(brackets, innermost(brackets, thread=None, time_ns=calls.start_ns)),
+        relation_sequence=calls.label[relation_call],
+        relation_record=relation_record,
+        record_step=_labels(brackets, record_bracket),
+        record_call_start_ns=np.ma.MaskedArray(
+            runtime.start_ns[earliest] if len(runtime) else np.zeros(len(records), np.int64), ~known
+        ),
+        record_gap=np.ma.MaskedArray(record_gap, record_gap == NONE),
+        record_time_valid=time_valid,
+        step_labels=tuple(np.unique(brackets.label).tolist()),
+        first_bracket_ns=int(brackets.start_ns.min()) if len(brackets) else None,
+        gaps=_gaps(events, record_gap, lost=lost, invalid=int((~time_valid).sum()), audit=audit),
+        audit=audit,
+        empty_transfers=empty_transfers,
+        launching_calls=launching,
+        runtime_calls_seen=len(runtime) > 0,
+    )
+
+
+def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> Int64s:
+    """Return for each time the index of the innermost range `[start, end)` that contains it, or -1.
+
+    Innermost is the latest start, then the earliest end. With `thread` only ranges of the same thread count;
+    None looks at all threads.
+    """
+    found = _none(len(time_ns))
+    if not len(ranges) or not len(time_ns):
+        return found
+    if thread is None:
+        groups = [(np.arange(len(ranges)), np.arange(len(time_ns)))]
+    else:
+        groups = [
+            (np.flatnonzero(ranges.thread == t), np.flatnonzero(thread == t)) for t in np.unique(ranges.thread)
+        ]
+    for members, points in groups:
+        order = members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))]
+        starts, ends = ranges.start_ns[order], ranges.end_ns[order]
+        position = np.searchsorted(starts, time_ns[points], "right") - 1
+        wider: Int64s | None = None
+        open_points = np.flatnonzero((position >= 0) & (ends[position] <= time_ns[points]))
+        while len(open_points):
+            # What ends no later than a range that is already over is over too: go on at the next that ends later.
+            wider = _previous_wider(ends) if wider is None else wider
+            position[open_points] = wider[position[open_points]]
+            here = position[open_points]
+            open_points = open_points[(here >= 0) & (ends[here] <= time_ns[points[open_points]])]
+        found[points] = np.where(position >= 0, order[position], NONE)
+    return found
+
+
+def _previous_wider(ends: Int64s) -> Int64s:
+    """For each range the nearest one before it that ends later, or -1 (ranges sorted by start)."""
+    result: list[int] = []
+    stack: list[tuple[int, int]] = []
+    for index, end in enumerate(ends.tolist()):
+        while stack and stack[-1][1] <= end:
+            stack.pop()
+        result.append(stack[-1][0] if stack else NONE)
+        stack.append((index, end))
+    return np.array(result, np.int64)
+
+
+def _brackets(events: EventColumns, abandoned: frozenset[int]) -> HostRanges:
+    """Rule 5: our step brackets; else torch's `ProfilerStep#N`; else the whole trace is step 0."""
+    markers = events.step_markers
+    if len(markers):
+        kept = ~np.isin(markers.label, np.array(sorted(abandoned), np.int64))
+        return HostRanges(**{name: getattr(markers, name)[kept] for name in HostRanges.__slots__})
+    if len(events.profiler_steps):
+        return events.profiler_steps
+    columns = (events.runtime_calls, events.host_ops, events.op_markers)
+    starts = [int(c.start_ns.min()) for c in columns if len(c)]
+    ends = [int(c.end_ns.max()) for c in columns if len(c)]
+    if not starts:
+        empty = np.empty(0, np.int64)
+        return HostRanges(label=empty, thread=empty, start_ns=empty, end_ns=empty, external_id=empty)
+    zero = np.zeros(1, np.int64)
+    start, end = np.array([min(starts)]), np.array([max(ends) + 1])
+    return HostRanges(label=zero, thread=zero + NONE, start_ns=start, end_ns=end, external_id=zero)
+
+
+def _call_ranges(events: EventColumns) -> tuple[HostRanges, Int64s | None]:
+    """Our markers; a trace without any: its innermost host ops (those without a child, and those that launch)."""
+    if events.session is not None:
+        return events.op_markers, None
+    ops = events.host_ops
+    order = np.lexsort((-ops.end_ns, ops.start_ns))
+    has_child = np.zeros(len(ops), bool)
+    has_child[_parents(ops)] = True
+    owns = innermost(ops, thread=events.runtime_calls.thread, time_ns=events.runtime_calls.start_ns)
+    keep = ~has_child
+    launching = np.isin(events.runtime_calls.correlation, events.records.correlation) & (
+        events.runtime_calls.correlation != 0
+    )
+    keep[owns[(owns != NONE) & launching]] = True
+    rows = order[keep[order]]
+    return (
+        HostRanges(
+            label=np.arange(len(rows)),
+            thread=ops.thread[rows],
+            start_ns=ops.start_ns[rows],
+            end_ns=ops.end_ns[rows],
+            external_id=ops.external_id[rows],
+        ),
+        rows,
+    )
+
+
+def _parents(ranges: HostRanges) -> Int64s:
+    """Return the indices of ranges that hold another range of their thread."""
+    parents: list[int] = []
+    for thread in np.unique(ranges.thread):
+        members = np.flatnonzero(ranges.thread == thread)
+        order = members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))]
+        stack: list[tuple[int, int]] = []
+        for index, start, end in zip(
+            order.tolist(), ranges.start_ns[order].tolist(), ranges.end_ns[order].tolist(), strict=True
+        ):
+            while stack and stack[-1][1] <= start:
+                stack.pop()
+            if stack and end <= stack[-1][1]:
+                parents.append(stack[-1][0])
+            stack.append((index, end))
+    return np.array(parents, np.int64)
+
+
+def _relations(
+    owner: Int64s, by_correlation: Int64s, *, first: Int64s, count: Int64s
+) -> tuple[Int64s, Int64s]:
+    """Rules 3 and 4: each record shares the owners of all runtime calls with its correlation; pairs are distinct."""
+    record = np.repeat(np.arange(len(count)), count)
+    within = np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
+    call = owner[by_correlation[np.repeat(first, count) + within]] if len(record) else record
+    record, call = record[call != NONE], call[call != NONE]
+    pairs = np.unique(np.column_stack((record, call)), axis=0) if len(record) else np.empty((0, 2), np.int64)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _launch_gaps(
+    events: EventColumns, *, calls: HostRanges, brackets: HostRanges, known: Bools, earliest: Int64s,
+    related: Bools, in_step: Bools,
+) -> Int64s:  # fmt: skip
+    """Return for each record the first reason of `LAUNCH_GAPS` that fits, or -1."""
+    records, runtime = events.records, events.runtime_calls
+    gap = _none(len(records))
+    gap[~known] = LAUNCH_GAPS.index(GapReason.RECORD_WITHOUT_LAUNCH)
+    open_rows = np.flatnonzero(known & in_step & ~related)
+    if not len(open_rows):
+        return gap
+    ids, counts = np.unique(records.correlation, return_counts=True)
+    several = counts[np.searchsorted(ids, records.correlation[open_rows])] > 1
+    thread, time_ns = runtime.thread[earliest[open_rows]], runtime.start_ns[earliest[open_rows]]
+    our_threads = calls.thread if events.session is None else np.concatenate([calls.thread, brackets.thread])
+    foreign = ~np.isin(thread, our_threads)
+    host_op = innermost(events.host_ops, thread=thread, time_ns=time_ns)
+    is_operator = np.array([DISPATCHER_OPERATOR.fullmatch(name) is not None for name in events.names], bool)
+    paused = np.zeros(len(open_rows), bool)
+    inside = host_op != NONE
+    paused[inside] = is_operator[events.host_ops.label[host_op[inside]]]
+    gap[open_rows] = np.select(
+        [several, foreign, paused],
+        [
+            LAUNCH_GAPS.index(GapReason.GRAPH_REPLAY),
+            LAUNCH_GAPS.index(GapReason.FOREIGN_THREAD),
+            LAUNCH_GAPS.index(GapReason.MODE_PAUSED_INTERIOR),
+        ],
+        LAUNCH_GAPS.index(GapReason.LAUNCHED_OUTSIDE_DISPATCHER),
+    )
+    return gap
+
+
+def _audit(
+    events: EventColumns, calls: HostRanges, *, relation_record: Int64s, relation_call: Int64s
+) -> Audit:
+    """Rule 6: follow record -> external id -> host op or own range -> marker, and compare."""
+    records = events.records
+    linked, found = _linked_calls(events, calls)
+    audited = found & (records.external_id != 0)
+    pair_agrees = relation_call == linked[relation_record]
+    agrees = np.zeros(len(records), bool)
+    agrees[relation_record[pair_agrees]] = True
+    related = np.zeros(len(records), bool)
+    related[relation_record] = True
+    agrees |= ~related & (linked == NONE)
+    return Audit(
+        agreed=int((audited & agrees).sum()),
+        disagreed=int((audited & ~agrees).sum()),
+        not_audited=int((~audited).sum()),
+    )
+
+
+def _linked_calls(events: EventColumns, calls: HostRanges) -> tuple[Int64s, Bools]:
+    """Return for each record the call row that its external id leads to (-1: none), and whether the id was found."""
+    wanted = events.records.external_id
+    sources = (events.host_ops, events.op_markers, events.step_markers)
+    ids = np.concatenate([s.external_id for s in sources])
+    threads = np.concatenate([s.thread for s in sources])
+    starts = np.concatenate([s.start_ns for s in sources])
+    # An id that two ranges carry names neither of them.
+    candidates = np.flatnonzero(np.isin(ids, wanted) & (ids != 0))
+    unique, index, counts = np.unique(ids[candidates], return_index=True, return_counts=True)
+    unique, rows = unique[counts == 1], candidates[index[counts == 1]]
+    linked = innermost(calls, thread=threads[rows], time_ns=starts[rows])
+    place = np.searchsorted(unique, wanted)
+    found = np.zeros(len(wanted), bool)
+    inside = place < len(unique)
+    found[inside] = unique[place[inside]] == wanted[inside]
+    result = _none(len(wanted))
+    result[found] = linked[place[found]]
+    return result, found
+
+
+def _lost_launches(events: EventColumns, *, in_bracket: Bools) -> tuple[int, int, int]:
+    """Return launching calls in a bracket without a record, empty transfers, and all launching calls."""
+    runtime = events.runtime_calls
+    if not len(runtime):
+        return 0, 0, 0
+    has_record = np.isin(runtime.correlation, events.records.correlation) & (runtime.correlation != 0)
+    launches = _matches(events, LAUNCH_APIS)[runtime.name]
+    transfers = _matches(events, TRANSFER_APIS)[runtime.name]
+    known_api = np.zeros(len(events.names), bool)
+    known_api[runtime.name[has_record]] = True
+    other = known_api[runtime.name] & ~launches & ~transfers
+    missing = in_bracket & ~has_record & ~_under_capture(events)
+    lost = int((missing & (launches | other)).sum())
+    quiet = int((missing & transfers).sum())
+    launching = int((launches | transfers | other).sum())
+    return (lost + quiet, 0, launching) if lost else (0, quiet, launching)
+
+
+def _under_capture(events: EventColumns) -> Bools:
+    """Mark runtime calls that a stream capture of their own thread encloses; they launch nothing yet."""
+    runtime = events.runtime_calls
+    begins, ends = _matches(events, BEGIN_CAPTURE_APIS), _matches(events, END_CAPTURE_APIS)
+    captured = np.zeros(len(runtime), bool)
+    if not begins.any():
+        return captured
+    for thread in np.unique(runtime.thread[begins[runtime.name]]):
+        rows = np.flatnonzero(runtime.thread == thread)
+        rows = rows[np.argsort(runtime.start_ns[rows], kind="stable")]
+        change = begins[runtime.name[rows]].astype(np.int64) - ends[runtime.name[rows]]
+        captured[rows] = np.cumsum(change) > 0
+    return captured
+
+
+def _matches(events: EventColumns, pattern: re.Pattern[str]) -> Bools:
+    return np.array([pattern.fullmatch(name) is not None for name in events.names], bool)
+
+
+def _gaps(
+    events: EventColumns, record_gap: Int64s, *, lost: int, invalid: int, audit: Audit
+) -> tuple[Gap, ...]:
+    found = [
+        (reason, int((record_gap == index).sum()), _EVIDENCE[reason]) for index, reason in enumerate(LAUNCH_GAPS)
+    ]
+    found += [
+        (GapReason.LAUNCH_WITHOUT_RECORD, lost, _EVIDENCE[GapReason.LAUNCH_WITHOUT_RECORD]),
+        (GapReason.INVALID_TIME, invalid, _EVIDENCE[GapReason.INVALID_TIME]),
+        (GapReason.LINK_DISAGREEMENT, audit.disagreed, _EVIDENCE[GapReason.LINK_DISAGREEMENT]),
+        (GapReason.UNREADABLE_EVENT, events.unreadable_events, _EVIDENCE[GapReason.UNREADABLE_EVENT]),
+    ]
+    return tuple(Gap(reason=r, count=n, evidence=text) for r, n, text in found if n)
+
+
+_EVIDENCE = {
+    GapReason.RECORD_WITHOUT_LAUNCH: "device records whose runtime call is not in the trace: "
+    "queued before the window, or the call was lost",
+    GapReason.GRAPH_REPLAY: "records in a step that share one correlation with others, outside every ATen call",
+    GapReason.FOREIGN_THREAD: "records launched in a step from a thread that has no range of ours",
+    GapReason.MODE_PAUSED_INTERIOR: "records launched in a step by a dispatcher operator that the dispatch mode "
+    "did not see",
+    GapReason.LAUNCHED_OUTSIDE_DISPATCHER: "records launched in a step outside every ATen call: generated code of "
+    "a compiled model, a hand-written kernel, an extension",
+    GapReason.LAUNCH_WITHOUT_RECORD: "launching runtime calls in a step that have no device record",
+    GapReason.INVALID_TIME: "device records whose duration is not positive or whose start is not after zero",
+    GapReason.LINK_DISAGREEMENT: "records for which Kineto's external id leads to another ATen call than the marker",
+    GapReason.UNREADABLE_EVENT: "events of the trace that could not be read",
+}
+
+
+def _labels(
+    ranges: HostRanges, index: Int64s
+) -> np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]:
+    labels = ranges.label[index] if len(ranges) else np.zeros(len(index), np.int64)
+    return np.ma.MaskedArray(labels, index == NONE)
+
+
+def _take(values: Int64s, index: Int64s, known: Bools) -> Int64s:
+    """Return values[index] where known, else 0 (a harmless index; the caller masks it)."""
+    taken = np.zeros(len(index), np.int64)
+    taken[known] = values[index[known]]
+    return taken
+
+
+def _none(length: int) -> Int64s:
+    return np.full(length, NONE, np.int64)

@@ -1,0 +1,189 @@
+"""Count an annotation's tables and say of each number what it is worth (tables + gaps -> Totals)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tlk_tracking.records import AttributionStatus, Availability, Bound, GapReason, LaunchKind, Origin
+
+# Which gap makes lower bounds of what (DESIGN section 5).
+LOSES_ANYTHING = frozenset(
+    {
+        GapReason.RECORD_WITHOUT_LAUNCH,
+        GapReason.MODE_PAUSED_INTERIOR,
+        GapReason.LAUNCH_WITHOUT_RECORD,
+        GapReason.MODE_DISPLACED,
+        GapReason.CAPTURE_RAISED,
+        GapReason.WINDOW_TRUNCATED,
+        GapReason.WINDOW_SKIPPED,
+        GapReason.UNREADABLE_EVENT,
+        GapReason.NO_DEVICE_EVIDENCE,
+    }
+)
+LOSES_ATTRIBUTION = LOSES_ANYTHING | {
+    GapReason.GRAPH_REPLAY,
+    GapReason.FOREIGN_THREAD,
+    GapReason.LAUNCHED_OUTSIDE_DISPATCHER,
+    GapReason.LINK_DISAGREEMENT,
+}
+LOSES_CALLS = LOSES_ANYTHING | {GapReason.FOREIGN_THREAD}
+LOSES_TIME = LOSES_ANYTHING | {GapReason.INVALID_TIME}
+
+COUNTS = (
+    "aten_calls",
+    "aten_calls_with_launches",
+    "launches",
+    "kernels",
+    "memcpys",
+    "memsets",
+    "attributed",
+    "unattributed",
+    "outside_steps",
+    "relations",
+    "max_records_per_launch",
+)
+TIMES = ("device_time_us", "device_busy_us")
+_ATTRIBUTION_COUNTS = frozenset({"attributed", "relations", "aten_calls_with_launches"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded:
+    """A number and what it says of the truth; None is unknown."""
+
+    value: float | int | None
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """The counts and times of one annotation, over launches inside a step.
+
+    `counts` has the keys `COUNTS`, `times` (µs) the keys `TIMES`; `by_step` is launches of each step,
+    `streams` the streams of each device; both are None when device telemetry is unavailable.
+    """
+
+    counts: dict[str, Bounded]
+    times: dict[str, Bounded]
+    by_step: dict[int, int] | None
+    streams: dict[int, list[int]] | None
+
+
+def bound_of(lossy: frozenset[GapReason], reasons: Iterable[GapReason]) -> Bound:
+    """Return `lower` when one of the reasons is among those that make this kind of number one, else `exact`."""
+    return Bound.LOWER if lossy.intersection(reasons) else Bound.EXACT
+
+
+def bound_of_unattributed(reasons: Iterable[GapReason]) -> Bound:
+    """Return the bound of a count of launches without an ATen call.
+
+    Lost attribution makes it too high and lost launches too low, so after a loss nothing is known.
+    """
+    present = frozenset(reasons)
+    if present & LOSES_ANYTHING:
+        return Bound.UNKNOWN
+    return Bound.UPPER if present & LOSES_ATTRIBUTION else Bound.EXACT
+
+
+def count_totals(
+    *,
+    calls: pa.Table,
+    launches: pa.Table,
+    relations: pa.Table,
+    steps: tuple[int, ...],
+    availability: Availability,
+    reasons: frozenset[GapReason],
+) -> Totals:
+    """Count the tables of one annotation; `steps` are the steps that have a bracket and were not abandoned."""
+    values: dict[str, float | int | None] = dict.fromkeys((*COUNTS, *TIMES))
+    values["aten_calls"] = len(calls) - calls["step"].null_count
+    by_step: dict[int, int] | None = None
+    streams: dict[int, list[int]] | None = None
+    if availability is not Availability.UNAVAILABLE:
+        inside = pc.is_valid(launches["step"])
+        within = launches.filter(inside)
+        values |= _count_launches(within)
+        values["outside_steps"] = len(launches) - len(within)
+        dispatched = relations.filter(pc.equal(_plain(relations["origin"]), Origin.DISPATCH.value))
+        related = dispatched.filter(pc.take(inside, dispatched["launch"]))
+        values["relations"] = len(related)
+        values["aten_calls_with_launches"] = len(pc.unique(related["sequence"]))
+        values |= _sum_times(within)
+        by_step = dict.fromkeys(steps, 0)
+        for pair in pc.value_counts(within["step"]).to_pylist():
+            by_step[pair["values"]] = pair["counts"]
+        streams = _streams(within)
+    return Totals(
+        counts={name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in COUNTS},
+        times={name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in TIMES},
+        by_step=by_step,
+        streams=streams,
+    )
+
+
+def _bound(name: str, value: float | int | None, reasons: frozenset[GapReason]) -> Bound:
+    if value is None:
+        return Bound.UNKNOWN
+    if name == "unattributed":
+        return bound_of_unattributed(reasons)
+    if name in TIMES:
+        return bound_of(LOSES_TIME, reasons)
+    if name == "aten_calls":
+        return bound_of(LOSES_CALLS, reasons)
+    return bound_of(LOSES_ATTRIBUTION if name in _ATTRIBUTION_COUNTS else LOSES_ANYTHING, reasons)
+
+
+def _count_launches(within: pa.Table) -> dict[str, int]:
+    kinds = _plain(within["kind"])
+    status = _plain(within["attribution_status"])
+    repeats = pc.value_counts(within["runtime_correlation"].drop_null())
+    return {
+        "launches": len(within),
+        "kernels": _count(kinds, LaunchKind.KERNEL),
+        "memcpys": _count(kinds, LaunchKind.MEMCPY),
+        "memsets": _count(kinds, LaunchKind.MEMSET),
+        "attributed": _count(status, AttributionStatus.ATTRIBUTED),
+        "unattributed": _count(status, AttributionStatus.UNATTRIBUTED),
+        "max_records_per_launch": pc.max(repeats.field("counts")).as_py() or 0,
+    }
+
+
+def _sum_times(within: pa.Table) -> dict[str, float]:
+    timed = within.filter(within["time_valid"])
+    duration_ns = np.rint(timed["duration"].to_numpy() * 1000).astype(np.int64)
+    start_ns = timed["start_ns"].to_numpy().astype(np.int64)
+    device = pc.fill_null(timed["device"], -1).to_numpy()
+    busy = sum(_union(start_ns[device == d], duration_ns[device == d]) for d in np.unique(device))
+    return {"device_time_us": int(duration_ns.sum()) / 1000, "device_busy_us": busy / 1000}
+
+
+def _union(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]) -> int:
+    """Return how long at least one of the intervals is running, in ns."""
+    order = np.argsort(start_ns, kind="stable")
+    start, end = start_ns[order], (start_ns + duration_ns)[order]
+    reached = np.maximum.accumulate(end)
+    begin = np.maximum(start[1:], reached[:-1])
+    return int(np.maximum(end[1:] - begin, 0).sum() + (end[:1] - start[:1]).sum())
+
+
+def _streams(within: pa.Table) -> dict[int, list[int]]:
+    pairs = within.select(["device", "stream"]).group_by(["device", "stream"]).aggregate([])
+    streams: dict[int, list[int]] = {}
+    for device, stream in zip(pairs["device"].to_pylist(), pairs["stream"].to_pylist(), strict=True):
+        if device is not None and stream is not None:
+            streams.setdefault(device, []).append(stream)
+    return {device: sorted(streams[device]) for device in sorted(streams)}
+
+
+def _count(column: pa.Array, value: str) -> int:
+    return pc.sum(pc.equal(column, value)).as_py() or 0
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a dictionary column as plain text, so that one comparison serves all its chunks."""
+    return column.cast(pa.string())
