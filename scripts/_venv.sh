@@ -23,7 +23,7 @@ install() {
     grep -vE '^(torch|triton|setuptools)==' constraints.txt > "$pins"
   fi
   # The build uses the setuptools installed here: pip's own isolated build would fetch an unpinned one.
-  "$venv_python" -m pip install --quiet -c "$pins" pip setuptools
-  "$venv_python" -m pip install --quiet -c "$pins" --no-build-isolation -e ".[$extras]"
+  "$venv_python" -m pip install -qq -c "$pins" pip setuptools
+  "$venv_python" -m pip install -qq -c "$pins" --no-build-isolation -e ".[$extras]"
   echo "$wanted" > "$stamp"
 }

@@ -43,7 +43,7 @@ def _why_no_cuda() -> str | None:
 def _nothing_is_left_on() -> Iterator[None]:
     """Check after each test: no profiler on, no dispatch mode on the stack, no MLflow run open."""
     yield
-    # A test that never imported torch or mlflow cannot have left anything of theirs, and need not wait for them.
+    # A test that never imported torch or mlflow left nothing of theirs, and need not wait for them.
     if "torch" in sys.modules:
         import torch
 
