@@ -12,13 +12,14 @@ PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
 
 # The flow: a stage imports only stages of the lines above its own, or of its own line to its left.
 FLOW = """
-    errors records tables intervals
+    errors records tables intervals durable_files
     profiling_window
     modules fused markers
     profiler_session
     trace_blocks kineto_events
     correlation
-    totals
+    totals launch_summary
+    manifest
     annotation
     summary
     outbox
