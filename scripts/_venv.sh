@@ -19,11 +19,11 @@ install() {
   echo "Installing tlk-tracking[$extras] into .venv (the first time takes some minutes) ..."
   cp constraints.txt "$pins"
   if [ ! -f .venv/.tlk-made-here ] && "$venv_python" -c 'import importlib.metadata as m; m.version("torch")' 2> /dev/null; then
-    # Another torch may want another triton and setuptools too.
-    grep -vE '^(torch|triton|setuptools)==' constraints.txt > "$pins"
+    # Another torch wants another triton, and until 2.12 an older setuptools.
+    { grep -vE '^(torch|triton|setuptools)==' constraints.txt && echo 'setuptools<82'; } > "$pins"
   fi
   # The build uses the setuptools installed here: pip's own isolated build would fetch an unpinned one.
-  "$venv_python" -m pip install -qq -c "$pins" pip setuptools
+  "$venv_python" -m pip install -qq -c "$pins" pip 'setuptools>=77'
   "$venv_python" -m pip install -qq -c "$pins" --no-build-isolation -e ".[$extras]"
   echo "$wanted" > "$stamp"
 }
