@@ -19,13 +19,13 @@ FLOW = """
     trace_blocks kineto_events
     correlation
     totals launch_summary
-    manifest
-    annotation
+    manifest annotation_checks annotation
+    ops_file annotate
     summary
     outbox
     mlflow_tracking
     window_worker
-    comparison
+    time_samples step_tables comparison
     report
     recording
     cli
