@@ -158,11 +158,11 @@ def _sum_times(within: pa.Table) -> dict[str, float]:
     duration_ns = np.rint(timed["duration"].to_numpy() * 1000).astype(np.int64)
     start_ns = timed["start_ns"].to_numpy().astype(np.int64)
     device = pc.fill_null(timed["device"], -1).to_numpy()
-    busy = sum(_union(start_ns[device == d], duration_ns[device == d]) for d in np.unique(device))
+    busy = sum(union_ns(start_ns[device == d], duration_ns[device == d]) for d in np.unique(device))
     return {"device_time_us": int(duration_ns.sum()) / 1000, "device_busy_us": busy / 1000}
 
 
-def _union(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]) -> int:
+def union_ns(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]) -> int:
     """Return how long at least one of the intervals is running, in ns."""
     order = np.argsort(start_ns, kind="stable")
     start, end = start_ns[order], (start_ns + duration_ns)[order]
