@@ -23,8 +23,8 @@ FLOW = """
     ops_file annotate
     summary
     outbox
-    mlflow_tracking
-    window_worker
+    run_record run_artifacts mlflow_tracking
+    delivery window_worker
     time_samples step_tables comparison
     report
     recording

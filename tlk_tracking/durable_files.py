@@ -10,7 +10,9 @@ from pathlib import Path
 try:
     import fcntl
 except ImportError:  # Windows has none: every lock is then granted, and what is done twice must be idempotent
-    fcntl = None  # type: ignore[assignment]  # the absence of the module is what is recorded
+    _HAS_LOCKS = False
+else:
+    _HAS_LOCKS = True
 
 # Only where locks do not work does the age of an unfinished folder decide whether its maker is dead.
 _ABANDONED_AFTER_S = 24 * 3600.0
@@ -26,7 +28,7 @@ def make_locked(path: Path) -> int:
 def wait_for_lock(path: Path) -> int:
     """Wait for the lock of a file, made if need be; return a descriptor that holds it until it is closed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if fcntl is not None:
+    if _HAS_LOCKS:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
@@ -91,7 +93,7 @@ def synchronize(path: Path) -> None:
 
 def _lock(descriptor: int) -> bool | None:
     """Return whether the lock was granted; None where the file system has no locks."""
-    if fcntl is None:
+    if not _HAS_LOCKS:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
