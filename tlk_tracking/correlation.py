@@ -154,7 +154,8 @@ def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> 
         groups = [(np.arange(len(ranges)), np.arange(len(time_ns)))]
     else:
         groups = [
-            (np.flatnonzero(ranges.thread == t), np.flatnonzero(thread == t)) for t in np.unique(ranges.thread)
+            (np.flatnonzero(ranges.thread == t), np.flatnonzero(thread == t))
+            for t in np.unique(ranges.thread)
         ]
     for members, points in groups:
         order = members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))]
@@ -375,7 +376,8 @@ def _gaps(
     events: EventColumns, record_gap: Int64s, *, lost: int, invalid: int, audit: Audit
 ) -> tuple[Gap, ...]:
     found = [
-        (reason, int((record_gap == index).sum()), _EVIDENCE[reason]) for index, reason in enumerate(LAUNCH_GAPS)
+        (reason, int((record_gap == index).sum()), _EVIDENCE[reason])
+        for index, reason in enumerate(LAUNCH_GAPS)
     ]
     found += [
         (GapReason.LAUNCH_WITHOUT_RECORD, lost, _EVIDENCE[GapReason.LAUNCH_WITHOUT_RECORD]),
@@ -402,9 +404,7 @@ _EVIDENCE = {
 }
 
 
-def _labels(
-    ranges: HostRanges, index: Int64s
-) -> np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]:
+def _labels(ranges: HostRanges, index: Int64s) -> np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]:
     labels = ranges.label[index] if len(ranges) else np.zeros(len(index), np.int64)
     return np.ma.MaskedArray(labels, index == NONE)
 

@@ -193,7 +193,9 @@ class _Columns:
         self.markers = _Ranges()
         self.marker_sessions: list[str] = []
         self.marker_is_op: list[bool] = []
-        self.calls: dict[str, list[Int64s]] = {n: [] for n in ("name", "thread", "start", "end", "correlation")}
+        self.calls: dict[str, list[Int64s]] = {
+            n: [] for n in ("name", "thread", "start", "end", "correlation")
+        }
         self.record_ids: dict[str, list[Int64s]] = {
             n: [] for n in ("start", "duration", "correlation", "external_id")
         }
@@ -284,7 +286,9 @@ class _Columns:
         is_op = np.array(self.marker_is_op, bool)
         # A range of another session is not ours: it is a host op like any other.
         foreign = _rows(markers, ~is_ours)
-        foreign = HostRanges(**{**_fields(foreign), "label": np.full(len(foreign), self.names["foreign marker"])})
+        foreign = HostRanges(
+            **{**_fields(foreign), "label": np.full(len(foreign), self.names["foreign marker"])}
+        )
         ops = _rows(markers, is_ours & is_op)
         steps = _rows(markers, is_ours & ~is_op)
         ops = _rows(ops, np.argsort(ops.label, kind="stable"))

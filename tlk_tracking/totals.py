@@ -75,7 +75,7 @@ class Totals:
 
 
 def bound_of(lossy: frozenset[GapReason], reasons: Iterable[GapReason]) -> Bound:
-    """Return `lower` when one of the reasons is among those that make this kind of number one, else `exact`."""
+    """Return `lower` when one of the reasons makes this kind of number a lower bound, else `exact`."""
     return Bound.LOWER if lossy.intersection(reasons) else Bound.EXACT
 
 
@@ -99,7 +99,7 @@ def count_totals(
     availability: Availability,
     reasons: frozenset[GapReason],
 ) -> Totals:
-    """Count the tables of one annotation; `steps` are the steps that have a bracket and were not abandoned."""
+    """Count the tables of one annotation; `steps` have a bracket and were not abandoned."""
     values: dict[str, float | int | None] = dict.fromkeys((*COUNTS, *TIMES))
     values["aten_calls"] = len(calls) - calls["step"].null_count
     by_step: dict[int, int] | None = None
@@ -119,8 +119,12 @@ def count_totals(
             by_step[pair["values"]] = pair["counts"]
         streams = _streams(within)
     return Totals(
-        counts={name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in COUNTS},
-        times={name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in TIMES},
+        counts={
+            name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in COUNTS
+        },
+        times={
+            name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in TIMES
+        },
         by_step=by_step,
         streams=streams,
     )

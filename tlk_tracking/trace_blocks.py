@@ -1,7 +1,7 @@
 """Cut a Chrome trace file into blocks of whole events (path -> header, then lists of decoded events).
 
-Kineto writes one event after the other with a fixed indentation, so blocks of a few MiB can be cut and decoded
-without holding the file. Any other layout is decoded as a whole.
+Kineto writes one event after the other with a fixed indentation, so blocks of a few MiB can be cut and
+decoded without holding the file. Any other layout is decoded as a whole.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _WholeTrace(TraceHeader):
 class TraceBlocks:
     """One pass over a trace file.
 
-    Iterating gives lists of events; `header` is complete and `unreadable` is final once the iteration has ended.
+    Iterating gives lists of events; `header` and `unreadable` are final once the iteration has ended.
 
     Raises:
         TraceError: the file is missing, is no Chrome trace, is cut short or exceeds the stated limits.
@@ -95,7 +95,7 @@ class TraceBlocks:
                 yield from self._blocks(file)
         except (OSError, EOFError, zlib.error) as error:
             raise TraceError(
-                f"cannot read the trace {self.path.name}: {error or type(error).__name__}"
+                f"cannot read the trace {self.path.name}: {str(error) or type(error).__name__}"
             ) from error
 
     def _blocks(self, file: IO[bytes]) -> Iterator[list[TraceEvent]]:

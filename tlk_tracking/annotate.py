@@ -1,0 +1,401 @@
+"""Put trace, ATen rows and window facts together (trace + calls + WindowFacts -> KernelAnnotation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, correlate
+from tlk_tracking.errors import TraceError
+from tlk_tracking.kineto_events import EventColumns, Int64s, read_trace
+from tlk_tracking.manifest import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    AuditRow,
+    EnvironmentRow,
+    GapRow,
+    Manifest,
+    Number,
+    StepRow,
+    Window,
+)
+from tlk_tracking.ops_file import read_ops
+from tlk_tracking.records import (
+    AttributionStatus,
+    Availability,
+    Bound,
+    CallSource,
+    Environment,
+    Gap,
+    GapReason,
+    Origin,
+    StepBracket,
+    StepOutcome,
+    WindowFacts,
+    WindowSource,
+)
+from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
+from tlk_tracking.totals import Totals, count_totals
+
+_NO_SESSION = "00000000"
+
+
+def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None) -> KernelAnnotation:
+    """Make the annotation of a recorded window.
+
+    Args:
+        trace: Kineto's export of the window; None when no profiler could run.
+        window: what the recording side knows.
+        calls: the ATen rows that the dispatch mode saw (columns `tables.ATEN_CALLS`); None when it kept none.
+
+    Raises:
+        TraceError: the trace cannot be read.
+    """
+    abandoned = frozenset(b.step for b in window.steps if b.outcome is StepOutcome.ABANDONED) - frozenset(
+        b.step for b in window.steps if b.outcome is not StepOutcome.ABANDONED
+    )
+    if trace is None:
+        return _build(window, events=None, correlation=None, calls=calls)
+    events = read_trace(trace, session=window.session)
+    return _build(window, events=events, correlation=correlate(events, abandoned=abandoned), calls=calls)
+
+
+def import_trace(
+    trace: Path | str,
+    *,
+    ops: Path | str | None = None,
+    rank: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> KernelAnnotation:
+    """Make an annotation of a trace file that exists already.
+
+    A trace with our markers keeps its session; one without has its innermost host ops as ATen rows
+    (`call_source = host_ops`). Steps are our brackets, else torch's `ProfilerStep#N`, else the whole trace is step 0.
+
+    Args:
+        trace: Kineto's Chrome export, `.json` or `.json.gz`.
+        ops: the rows that a dispatch mode saw, as JSON; without it operators of marked calls are unknown.
+        rank: rank to give the annotation; None takes the trace's own, else 0.
+        progress: called with the number of bytes read so far.
+
+    Raises:
+        TraceError: a file cannot be read or the two do not belong together.
+    """
+    said = None if ops is None else read_ops(Path(ops))
+    events = read_trace(Path(trace), session=None if said is None else said.session, progress=progress)
+    correlation = correlate(events)
+    if said is not None and len(events.op_markers) + len(events.step_markers) == 0:
+        raise TraceError(
+            f"{Path(trace).name} has no marker of session {said.session}, which {Path(ops or '').name} names"
+        )
+    header = events.header
+    distributed = header.distributed_info
+    own_rank = None if distributed is None else distributed.rank
+    steps = correlation.step_labels
+    window = WindowFacts(
+        session=events.session or _NO_SESSION,
+        source=WindowSource.IMPORT,
+        first_step=min(steps, default=0),
+        warmup=0,
+        requested=len(steps),
+        steps=tuple(StepBracket(step=s, outcome=StepOutcome.COMPLETE) for s in steps),
+        synchronized=False,
+        rank=rank if rank is not None else own_rank or 0,
+        world_size=(distributed.world_size if distributed is not None else None) or 1,
+        environment=Environment(torch=None if said is None else said.torch),
+    )
+    return _build(window, events=events, correlation=correlation, calls=None if said is None else said.table)
+
+
+def _build(
+    window: WindowFacts,
+    *,
+    events: EventColumns | None,
+    correlation: Correlation | None,
+    calls: pa.Table | None,
+) -> KernelAnnotation:
+    availability, why = _availability(window, events, correlation)
+    gaps = list(window.gaps)
+    call_source = CallSource.DISPATCH_MODE
+    if events is None or correlation is None:
+        call_table = ATEN_CALLS.empty_table() if calls is None else calls
+    else:
+        call_table, call_source, unmarked = _call_table(events, correlation, calls)
+        gaps += correlation.gaps
+        if unmarked:
+            gaps.append(
+                Gap(
+                    reason=GapReason.WINDOW_TRUNCATED,
+                    count=unmarked,
+                    evidence="ATen calls that the dispatch mode saw and whose range is not in the trace",
+                )
+            )
+    if availability is Availability.UNAVAILABLE or events is None or correlation is None:
+        launch_table, relation_table = _unavailable_launch(), LAUNCH_RELATIONS.empty_table()
+    else:
+        launch_table, relation_table = _launch_tables(events, correlation)
+    abandoned = {b.step for b in window.steps if b.outcome is StepOutcome.ABANDONED}
+    steps = tuple(b.step for b in window.steps if b.step not in abandoned)
+    call_table = _only_steps(call_table, steps)
+    merged = _merge_gaps(gaps, launch_table, availability)
+    reasons = {gap.reason for gap in merged}
+    if availability is Availability.UNAVAILABLE:
+        reasons.add(GapReason.NO_DEVICE_EVIDENCE)
+    totals = count_totals(
+        calls=call_table,
+        launches=launch_table,
+        relations=relation_table,
+        steps=steps,
+        availability=availability,
+        reasons=frozenset(reasons),
+    )
+    manifest = _manifest(
+        window,
+        events,
+        correlation,
+        call_source=call_source,
+        availability=(availability, why),
+        gaps=merged,
+        reasons=reasons,
+        totals=totals,
+    )
+    return KernelAnnotation(
+        manifest=manifest, call_table=call_table, launch_table=launch_table, relation_table=relation_table
+    )
+
+
+def _availability(
+    window: WindowFacts, events: EventColumns | None, correlation: Correlation | None
+) -> tuple[Availability, str | None]:
+    if not window.device_expected or events is None or correlation is None:
+        return Availability.UNAVAILABLE, window.unavailable_reason or "no device telemetry was recorded"
+    if len(events.records):
+        return Availability.RECORDED, None
+    if correlation.launching_calls:
+        return (
+            Availability.UNAVAILABLE,
+            f"{correlation.launching_calls} launching calls and not one device record",
+        )
+    if not correlation.runtime_calls_seen:
+        return Availability.UNAVAILABLE, "the trace holds no CUDA runtime call: no device session ran"
+    return Availability.EMPTY, None
+
+
+def _call_table(
+    events: EventColumns, correlation: Correlation, calls: pa.Table | None
+) -> tuple[pa.Table, CallSource, int]:
+    """Return the ATen rows, what they are, and how many of them have no range in the trace."""
+    ranges = correlation.calls
+    threads = np.array([NO_THREAD if t is None else t for t in events.thread_ids], np.int64)
+    thread = threads[ranges.thread] if len(ranges) else np.empty(0, np.int64)
+    if calls is not None:
+        return _join_markers(calls, correlation, thread)
+    columns: dict[str, pa.Array] = {
+        name: pa.nulls(len(ranges), ATEN_CALLS.field(name).type) for name in ATEN_CALLS.names
+    }
+    columns["sequence"] = pa.array(ranges.label)
+    columns["step"] = _masked(correlation.call_step)
+    columns["thread"] = pa.array(thread, mask=thread == NO_THREAD)
+    if correlation.call_host_op is None:
+        return pa.table(columns, schema=ATEN_CALLS), CallSource.MARKERS_ONLY, 0
+    names = pa.array(events.names, pa.string()).take(
+        pa.array(events.host_ops.label[correlation.call_host_op])
+    )
+    columns["operator"] = names.dictionary_encode()
+    return pa.table(columns, schema=ATEN_CALLS), CallSource.HOST_OPS, 0
+
+
+NO_THREAD = -(2**62)
+
+
+def _join_markers(
+    calls: pa.Table, correlation: Correlation, thread: Int64s
+) -> tuple[pa.Table, CallSource, int]:
+    """Complete the dispatch mode's rows with what only the trace knows, and keep ranges that have no row."""
+    ranges = correlation.calls
+    sequence = calls["sequence"].to_numpy()
+    place = np.searchsorted(ranges.label, sequence)
+    marked = np.zeros(len(sequence), bool)
+    inside = place < len(ranges)
+    marked[inside] = ranges.label[place[inside]] == sequence[inside]
+    index = pa.array(place, mask=~marked)
+    from_trace = {
+        "step": _masked(correlation.call_step).take(index),
+        "thread": pa.array(thread, mask=thread == NO_THREAD).take(index),
+    }
+    table = calls
+    for name, column in from_trace.items():
+        position = table.schema.get_field_index(name)
+        table = table.set_column(
+            position, ATEN_CALLS.field(name), pc.coalesce(table[name].combine_chunks(), column)
+        )
+    lonely = ~np.isin(ranges.label, sequence)
+    if lonely.any():
+        rows = np.flatnonzero(lonely)
+        extra: dict[str, pa.Array] = {
+            n: pa.nulls(len(rows), ATEN_CALLS.field(n).type) for n in ATEN_CALLS.names
+        }
+        extra["sequence"] = pa.array(ranges.label[rows])
+        extra["step"] = _masked(correlation.call_step).take(pa.array(rows))
+        extra["thread"] = pa.array(thread[rows], mask=thread[rows] == NO_THREAD)
+        table = pa.concat_tables(
+            [table.unify_dictionaries(), pa.table(extra, schema=ATEN_CALLS)]
+        ).unify_dictionaries()
+        table = table.sort_by("sequence").combine_chunks()
+    return table.cast(ATEN_CALLS), CallSource.DISPATCH_MODE, int((~marked).sum())
+
+
+def _launch_tables(events: EventColumns, correlation: Correlation) -> tuple[pa.Table, pa.Table]:
+    records = events.records
+    # Rows in the order in which they ran; ties keep the trace's order.
+    order = np.argsort(records.start_ns, kind="stable")
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
+    index = pa.array(order)
+    valid = correlation.record_time_valid
+    attributed = np.zeros(len(records), bool)
+    attributed[correlation.relation_record] = True
+    start = records.start_ns - (correlation.first_bracket_ns or 0)
+    call_start = correlation.record_call_start_ns
+    latency = records.start_ns - np.ma.getdata(call_start)
+    no_latency = np.ma.getmaskarray(call_start) | (latency < 0) | (records.start_ns <= 0)
+    statuses = pa.array([AttributionStatus.UNATTRIBUTED.value, AttributionStatus.ATTRIBUTED.value])
+    gap_names = pa.array([reason.value for reason in LAUNCH_GAPS])
+    columns = {
+        "launch_name": records.launch_name,
+        "device": records.device,
+        "stream": records.stream,
+        "duration": pa.array(records.duration_ns / 1000, mask=records.duration_ns <= 0),
+        "runtime_correlation": pa.array(records.correlation, mask=records.correlation == 0),
+        "attribution_status": pa.DictionaryArray.from_arrays(attributed.astype(np.int32), statuses),
+        "kind": records.kind,
+        "step": _masked(correlation.record_step),
+        "start_ns": pa.array(
+            start, mask=(records.start_ns <= 0) | np.full(len(start), correlation.first_bracket_ns is None)
+        ),
+        "time_valid": pa.array(valid),
+        "launch_latency_ns": pa.array(latency, mask=no_latency),
+        "gap": pa.DictionaryArray.from_arrays(_masked(correlation.record_gap).cast(pa.int32()), gap_names),
+        "bytes": records.bytes,
+        "grid": records.grid,
+        "block": records.block,
+        "graph_launch": pa.nulls(len(order), pa.int64()),
+    }
+    launches = pa.table(
+        {"launch": pa.array(np.arange(len(order)))}
+        | {name: column.take(index) for name, column in columns.items()}
+    ).cast(KERNEL_LAUNCHES)
+    launch = number[correlation.relation_record]
+    by_launch = np.lexsort((correlation.relation_sequence, launch))
+    origin = pa.DictionaryArray.from_arrays(
+        np.zeros(len(launch), np.int32), pa.array([Origin.DISPATCH.value])
+    )
+    relations = pa.table(
+        [pa.array(correlation.relation_sequence[by_launch]), pa.array(launch[by_launch]), origin],
+        schema=LAUNCH_RELATIONS,
+    )
+    return launches, relations
+
+
+def _unavailable_launch() -> pa.Table:
+    """The disclosure row: no fact but that device telemetry is unavailable."""
+    row = dict.fromkeys(KERNEL_LAUNCHES.names) | {
+        "launch": 0,
+        "attribution_status": AttributionStatus.UNAVAILABLE.value,
+    }
+    return pa.Table.from_pylist([row], schema=KERNEL_LAUNCHES)
+
+
+def _only_steps(calls: pa.Table, steps: tuple[int, ...]) -> pa.Table:
+    """A step that was abandoned is no step: its calls stay as rows that belong to none."""
+    known = pc.is_in(calls["step"], pa.array(steps, pa.int64()))
+    column = pc.if_else(known, calls["step"], pa.scalar(None, pa.int64()))
+    return calls.set_column(calls.schema.get_field_index("step"), ATEN_CALLS.field("step"), column)
+
+
+def _merge_gaps(gaps: list[Gap], launches: pa.Table, availability: Availability) -> tuple[Gap, ...]:
+    """One row a reason, counts added; reasons of launch rows hold only where there are launch rows."""
+    merged: dict[GapReason, Gap] = {}
+    for gap in gaps:
+        if availability is Availability.UNAVAILABLE and gap.reason in LAUNCH_GAPS:
+            continue
+        before = merged.get(gap.reason)
+        merged[gap.reason] = gap if before is None else replace(before, count=before.count + gap.count)
+    return tuple(merged[reason] for reason in GapReason if reason in merged)
+
+
+def _manifest(
+    window: WindowFacts,
+    events: EventColumns | None,
+    correlation: Correlation | None,
+    *,
+    call_source: CallSource,
+    availability: tuple[Availability, str | None],
+    gaps: tuple[Gap, ...],
+    reasons: set[GapReason],
+    totals: Totals,
+) -> Manifest:
+    recorded = availability[0] is not Availability.UNAVAILABLE
+    audit = correlation.audit if correlation is not None and recorded else None
+    numbers = (*totals.counts.values(), *totals.times.values())
+    return Manifest(
+        schema=SCHEMA,
+        schema_version=SCHEMA_VERSION,
+        session=window.session,
+        source=window.source,
+        call_source=call_source,
+        availability=availability[0],
+        availability_reason=availability[1],
+        lower_bound=any(number.bound is not Bound.EXACT for number in numbers),
+        lower_bound_reasons=tuple(sorted(reasons)),
+        window=Window(
+            first_step=window.first_step,
+            warmup=window.warmup,
+            requested=window.requested,
+            steps=tuple(StepRow(step=b.step, outcome=b.outcome) for b in window.steps),
+            synchronized=None if window.source is WindowSource.IMPORT else window.synchronized,
+        ),
+        rank=window.rank,
+        world_size=window.world_size,
+        global_step=window.global_step,
+        counts={name: Number(value=n.value, bound=n.bound) for name, n in totals.counts.items()},
+        times={name: Number(value=n.value, bound=n.bound) for name, n in totals.times.items()},
+        gaps=tuple(GapRow(reason=g.reason, count=g.count, evidence=g.evidence) for g in gaps),
+        notes={}
+        if correlation is None
+        else {"empty_transfers": correlation.empty_transfers, "launching_calls": correlation.launching_calls},
+        audit=AuditRow(
+            agreed=audit.agreed if audit else None,
+            disagreed=audit.disagreed if audit else None,
+            not_audited=audit.not_audited if audit else None,
+        ),
+        environment=_environment(window.environment, events),
+    )
+
+
+def _environment(known: Environment, events: EventColumns | None) -> EnvironmentRow:
+    """What the recording side knows, completed from the trace's header."""
+    facts = {name: getattr(known, name) for name in EnvironmentRow.__struct_fields__}
+    if events is not None:
+        header = events.header
+        models = {device.name for device in header.device_properties if device.name}
+        runtime, cupti = header.cuda_runtime_version, header.cupti_version
+        from_header = {
+            "cuda": None if runtime is None else f"{runtime // 1000}.{runtime % 1000 // 10}",
+            "cupti": None if cupti is None else f"{cupti // 10000}.{cupti % 10000 // 100}.{cupti % 100}",
+            "gpu_model": models.pop() if len(models) == 1 else None,
+            "gpu_count": len(header.device_properties) or None,
+            "world_size": None if header.distributed_info is None else header.distributed_info.world_size,
+        }
+        facts = {name: from_header.get(name) if value is None else value for name, value in facts.items()}
+    return EnvironmentRow(**facts)
+
+
+def _masked(values: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]) -> pa.Int64Array:
+    return pa.array(np.ma.getdata(values), mask=np.ma.getmaskarray(values))

@@ -1,0 +1,206 @@
+"""Check that an annotation's tables fit each other and its manifest (tables + manifest -> nothing, or an error)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tlk_tracking.correlation import LAUNCH_GAPS
+from tlk_tracking.errors import AnnotationError
+from tlk_tracking.manifest import MANIFEST_FILE, Manifest, Number
+from tlk_tracking.records import (
+    AttributionStatus,
+    Availability,
+    Bound,
+    CallOutcome,
+    GapReason,
+    LaunchKind,
+    Origin,
+    Phase,
+    StepOutcome,
+)
+from tlk_tracking.totals import Bounded, count_totals
+
+_CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet"
+_LAUNCH_FACTS = (
+    "launch_name", "device", "stream", "duration", "runtime_correlation", "kind", "step", "start_ns",
+    "time_valid", "launch_latency_ns", "gap", "bytes", "grid", "block", "graph_launch",
+)  # fmt: skip
+
+
+def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
+    """Refuse tables that break a rule of the schema or that the manifest contradicts.
+
+    Raises:
+        AnnotationError: names the file, and the first row and the field where there is one.
+    """
+    _check_calls(manifest, calls)
+    if manifest.availability is Availability.UNAVAILABLE:
+        _check_unavailable(launches, relations)
+    else:
+        _check_launches(manifest, launches)
+        _check_relations(calls, launches, relations)
+    _check_counts(manifest, calls=calls, launches=launches, relations=relations)
+
+
+def _check_calls(manifest: Manifest, calls: pa.Table) -> None:
+    sequence = _required(calls, "sequence", _CALLS)
+    bad = np.flatnonzero(np.diff(sequence) <= 0)
+    if len(bad):
+        _refuse("is not larger than in the row before", _CALLS, int(bad[0]) + 1, "sequence")
+    if len(sequence) and sequence[0] < 0:
+        _refuse("is negative", _CALLS, 0, "sequence")
+    _check_closed(calls, "phase", Phase, _CALLS)
+    _check_closed(calls, "outcome", CallOutcome, _CALLS)
+    _check_steps(manifest, calls, _CALLS)
+
+
+def _check_unavailable(launches: pa.Table, relations: pa.Table) -> None:
+    if len(launches) != 1:
+        _refuse(f"has {len(launches)} rows, but an unavailable annotation has exactly one", _LAUNCHES)
+    if launches["attribution_status"][0].as_py() != AttributionStatus.UNAVAILABLE.value:
+        _refuse("is not `unavailable`", _LAUNCHES, 0, "attribution_status")
+    for name in _LAUNCH_FACTS:
+        if launches[name].null_count != 1:
+            _refuse("states a fact in an unavailable annotation", _LAUNCHES, 0, name)
+    if len(relations):
+        _refuse("relates launches of an unavailable annotation", _RELATIONS, 0)
+
+
+def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
+    number = _required(launches, "launch", _LAUNCHES)
+    bad = np.flatnonzero(number != np.arange(len(number)))
+    if len(bad):
+        _refuse("is not the row number", _LAUNCHES, int(bad[0]), "launch")
+    _check_closed(launches, "attribution_status", AttributionStatus, _LAUNCHES, nullable=False)
+    _refuse_where(
+        pc.equal(_texts(launches, "attribution_status"), AttributionStatus.UNAVAILABLE.value),
+        "an unavailable row stands beside others",
+        "attribution_status",
+    )
+    _check_closed(launches, "kind", LaunchKind, _LAUNCHES, nullable=False)
+    _check_closed(launches, "gap", GapReason, _LAUNCHES, allowed={r.value for r in LAUNCH_GAPS})
+    _refuse_where(pc.is_null(launches["time_valid"]), "is null", "time_valid")
+    duration = launches["duration"]
+    _refuse_where(
+        pc.and_(pc.is_valid(duration), pc.invert(pc.and_(pc.is_finite(duration), pc.greater(duration, 0.0)))),
+        "is not a positive time",
+        "duration",
+    )
+    _refuse_where(
+        pc.and_(launches["time_valid"], pc.is_null(duration)),
+        "is null although the time is valid",
+        "duration",
+    )
+    for name in ("launch_latency_ns", "bytes", "device"):
+        _refuse_where(pc.and_(pc.is_valid(launches[name]), pc.less(launches[name], 0)), "is negative", name)
+    timed_in_step = pc.and_(launches["time_valid"], pc.is_valid(launches["step"]))
+    _refuse_where(pc.and_(timed_in_step, pc.is_null(launches["start_ns"])), "is null", "start_ns")
+    _check_steps(manifest, launches, _LAUNCHES)
+
+
+def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
+    sequence = _required(relations, "sequence", _RELATIONS)
+    launch = _required(relations, "launch", _RELATIONS)
+    _check_closed(relations, "origin", Origin, _RELATIONS, nullable=False)
+    bad = np.flatnonzero(~np.isin(sequence, calls["sequence"].to_numpy()))
+    if len(bad):
+        _refuse(f"{sequence[bad[0]]} is no ATen call", _RELATIONS, int(bad[0]), "sequence")
+    bad = np.flatnonzero((launch < 0) | (launch >= len(launches)))
+    if len(bad):
+        _refuse(f"{launch[bad[0]]} is no kernel launch", _RELATIONS, int(bad[0]), "launch")
+    order = np.lexsort((sequence, launch))
+    twice = np.flatnonzero((np.diff(launch[order]) == 0) & (np.diff(sequence[order]) == 0))
+    if len(twice):
+        _refuse("the relation stands there twice", _RELATIONS, int(order[twice[0] + 1]))
+    related = np.zeros(len(launches), bool)
+    related[launch[pc.equal(_texts(relations, "origin"), Origin.DISPATCH.value).to_numpy()]] = True
+    said = pc.equal(_texts(launches, "attribution_status"), AttributionStatus.ATTRIBUTED.value).to_numpy()
+    bad = np.flatnonzero(related != said)
+    if len(bad):
+        _refuse("does not fit the relations", _LAUNCHES, int(bad[0]), "attribution_status")
+
+
+def _check_counts(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
+    reasons = frozenset(gap.reason for gap in manifest.gaps)
+    if manifest.availability is Availability.UNAVAILABLE:
+        reasons |= {GapReason.NO_DEVICE_EVIDENCE}
+    totals = count_totals(
+        calls=calls,
+        launches=launches,
+        relations=relations,
+        steps=tuple(row.step for row in manifest.window.steps if row.outcome is not StepOutcome.ABANDONED),
+        availability=manifest.availability,
+        reasons=reasons,
+    )
+    for said, counted in ((manifest.counts, totals.counts), (manifest.times, totals.times)):
+        if set(said) != set(counted):
+            _refuse(f"has {sorted(said)}, not {sorted(counted)}", MANIFEST_FILE, None, "counts")
+        for name, number in counted.items():
+            _check_number(name, said[name], number)
+    any_gap = any(n.bound is not Bound.EXACT for n in (*totals.counts.values(), *totals.times.values()))
+    if manifest.lower_bound != any_gap:
+        _refuse(f"is {manifest.lower_bound}, the numbers say {any_gap}", MANIFEST_FILE, None, "lower_bound")
+    if manifest.lower_bound_reasons != tuple(sorted(reasons)):
+        _refuse("does not name the gaps", MANIFEST_FILE, None, "lower_bound_reasons")
+    rows = {pair["values"]: pair["counts"] for pair in pc.value_counts(_texts(launches, "gap")).to_pylist()}
+    for reason in LAUNCH_GAPS:
+        counted_gap = next((gap.count for gap in manifest.gaps if gap.reason is reason), 0)
+        if rows.get(reason.value, 0) != counted_gap:
+            _refuse(
+                f"{counted_gap} times {reason.value}, the rows say {rows.get(reason.value, 0)}",
+                MANIFEST_FILE, None, "gaps",
+            )  # fmt: skip
+
+
+def _check_number(name: str, said: Number, counted: Bounded) -> None:
+    if said.bound is not counted.bound:
+        _refuse(f"is said to be {said.bound}, the gaps say {counted.bound}", MANIFEST_FILE, None, name)
+    if said.value != counted.value:
+        _refuse(f"is {said.value}, the rows say {counted.value}", MANIFEST_FILE, None, name)
+
+
+def _check_steps(manifest: Manifest, table: pa.Table, file: str) -> None:
+    known = [row.step for row in manifest.window.steps if row.outcome is not StepOutcome.ABANDONED]
+    step = table["step"]
+    wrong = pc.and_(pc.is_valid(step), pc.invert(pc.is_in(step, pa.array(known, pa.int64()))))
+    row = pc.index(wrong, True).as_py()
+    if row >= 0:
+        _refuse(f"{step[row].as_py()} is no step of the window", file, row, "step")
+
+
+def _check_closed(
+    table: pa.Table, name: str, kind: type[StrEnum], file: str, *,
+    nullable: bool = True, allowed: set[str] | None = None,
+) -> None:  # fmt: skip
+    values = _texts(table, name)
+    members = pa.array(sorted(allowed if allowed is not None else {m.value for m in kind}))
+    wrong = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, members)))
+    if not nullable:
+        wrong = pc.or_(wrong, pc.is_null(values))
+    row = pc.index(wrong, True).as_py()
+    if row >= 0:
+        _refuse(f"{values[row].as_py()!r} is not one of {members.to_pylist()}", file, row, name)
+
+
+def _refuse_where(mask: pa.ChunkedArray, what: str, field: str) -> None:
+    row = pc.index(mask, True).as_py()
+    if row >= 0:
+        _refuse(what, _LAUNCHES, row, field)
+
+
+def _required(table: pa.Table, name: str, file: str) -> np.typing.NDArray[np.int64]:
+    if table[name].null_count:
+        _refuse("is null", file, pc.index(pc.is_null(table[name]), True).as_py(), name)
+    return np.asarray(table[name].to_numpy(), np.int64)
+
+
+def _texts(table: pa.Table, name: str) -> pa.ChunkedArray:
+    return table[name].cast(pa.string())
+
+
+def _refuse(what: str, file: str, row: int | None = None, field: str | None = None) -> None:
+    raise AnnotationError(what, file=file, row=row, field=field)

@@ -1,0 +1,56 @@
+"""The command line: one verb, one file; a verb's module is loaded when the verb is used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import cast
+
+import click
+
+from tlk_tracking.errors import TlkError
+
+# Verb -> (module below this package, what `tlk --help` says of it).
+_VERBS = {
+    "compare": ("compare", "Say what changed between two or more annotations or runs."),
+    "history": ("history", "Show one number over the runs of an experiment."),
+    "import": ("import_", "Make an annotation of a Kineto trace."),
+    "report": ("report", "Write one annotation as a self-contained HTML page."),
+    "show": ("show", "Show what launched what, how often and how long."),
+    "upload": ("upload", "Send annotations that wait in the outbox."),
+    "validate": ("validate", "Check every file of an annotation."),
+}
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        module = import_module(f"{__name__}.{_VERBS[cmd_name][0]}")
+        return cast("click.Command", module.command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, _VERBS[verb][1]) for verb in self.list_commands(ctx)])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tlk-tracking", prog_name="tlk")
+def tlk() -> None:
+    """CUDA kernel telemetry of PyTorch Lightning training in MLflow.
+
+    TARGET is an annotation folder or runs:/RUN_ID. Exit codes: 0 fine, 1 the check asked for fails,
+    2 usage or bad input.
+    """
+
+
+def main() -> None:
+    """Run `tlk`; what this package refuses is one line on standard error and exit code 2."""
+    try:
+        tlk.main(prog_name="tlk")
+    except TlkError as error:
+        click.echo(f"tlk: {error}", err=True)
+        sys.exit(2)

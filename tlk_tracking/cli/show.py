@@ -1,0 +1,55 @@
+"""`tlk show`: what launched what, how often, how long, and which numbers are lower bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from tlk_tracking.cli.targets import open_target
+from tlk_tracking.errors import AnnotationError
+
+if TYPE_CHECKING:
+    from tlk_tracking.annotation import KernelAnnotation
+
+
+@click.command("show")
+@click.argument("target")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as strict JSON.")
+@click.option("--window", type=int, help="First step of the window to show [the last one].")
+@click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
+@click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
+@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+def command(
+    target: str, as_json: bool, window: int | None, rank: int | None, top: int, tracking_uri: str | None
+) -> None:
+    """Show one annotation of TARGET."""
+    annotations = open_target(target, tracking_uri=tracking_uri)
+    annotation = _choose(annotations, window, rank)
+    if as_json:
+        from tlk_tracking.summary import facts
+
+        click.echo(json.dumps(facts(annotation), sort_keys=True, allow_nan=False, indent=2))
+        return
+    from tlk_tracking.cli.show_tables import print_annotation
+
+    print_annotation(annotation, top=top)
+    if len(annotations) > 1:
+        others = ", ".join(a.folder_name for a in annotations if a is not annotation)
+        click.echo(f"also in {target}: {others} (choose with --window and --rank)")
+
+
+def _choose(
+    annotations: tuple[KernelAnnotation, ...], window: int | None, rank: int | None
+) -> KernelAnnotation:
+    found = [
+        a
+        for a in annotations
+        if (window is None or a.manifest.window.first_step == window)
+        and (rank is None or a.manifest.rank == rank)
+    ]
+    if not found:
+        there = ", ".join(a.folder_name for a in annotations)
+        raise AnnotationError(f"no annotation has window {window} and rank {rank}; there are {there}")
+    return min(found, key=lambda a: (-a.manifest.window.first_step, a.manifest.rank))

@@ -1,0 +1,45 @@
+"""Find the annotations that a TARGET names (folder or runs:/RUN_ID -> annotations)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlk_tracking.errors import AnnotationError
+from tlk_tracking.manifest import MANIFEST_FILE
+
+if TYPE_CHECKING:
+    from tlk_tracking.annotation import KernelAnnotation
+
+RUN_PREFIX = "runs:/"
+
+
+def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[KernelAnnotation, ...]:
+    """Return the annotations of a target, by window and rank.
+
+    A folder is one annotation, or holds several at any depth of `window_*/rank_*`.
+
+    Raises:
+        AnnotationError: the folder holds no annotation, or a damaged one.
+        TrackingError: the run cannot be read or has none.
+    """
+    if target.startswith(RUN_PREFIX):
+        from tlk_tracking.mlflow_tracking import load_run
+
+        run = load_run(target.removeprefix(RUN_PREFIX).strip("/"), tracking_uri)
+        return tuple(run.annotations)
+    from tlk_tracking.annotation import load_annotation
+
+    folder = Path(target)
+    if not folder.is_dir():
+        raise AnnotationError(f"{target} is no folder; give an annotation folder or {RUN_PREFIX}RUN_ID")
+    if (folder / MANIFEST_FILE).exists():
+        return (load_annotation(folder),)
+    found = sorted(
+        path.parent
+        for pattern in (f"rank_*/{MANIFEST_FILE}", f"window_*/rank_*/{MANIFEST_FILE}")
+        for path in (*folder.glob(pattern), *folder.glob(f"kernel_telemetry/{pattern}"))
+    )
+    if not found:
+        raise AnnotationError(f"{target} holds no {MANIFEST_FILE}; is it a kernel annotation?")
+    return tuple(load_annotation(each) for each in found)

@@ -1,0 +1,31 @@
+"""`tlk validate`: check every file of an annotation."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from tlk_tracking.cli.targets import open_target
+from tlk_tracking.errors import AnnotationError
+
+
+@click.command("validate")
+@click.argument("target")
+@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+def command(target: str, tracking_uri: str | None) -> None:
+    """Check every file of TARGET against its manifest; exit 1 when something is wrong."""
+    try:
+        annotations = open_target(target, tracking_uri=tracking_uri)
+    except AnnotationError as error:
+        if error.file is None:  # there is no annotation at all: bad input, not a failed check
+            raise
+        click.echo(f"invalid: {error}")
+        sys.exit(1)
+    for annotation in annotations:
+        manifest = annotation.manifest
+        click.echo(
+            f"valid: {annotation.folder_name}, {manifest.counts['aten_calls'].value} ATen calls, "
+            f"{len(annotation.launch_table)} launch rows, {len(annotation.relation_table)} relations"
+            f"{', lower bounds: ' + ', '.join(manifest.lower_bound_reasons) if manifest.lower_bound else ''}"
+        )

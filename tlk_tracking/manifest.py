@@ -1,0 +1,169 @@
+"""The manifest of an annotation: the strict JSON of `annotation.json`, as closed structs."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from tlk_tracking.errors import AnnotationError
+from tlk_tracking.records import (
+    Availability,
+    Bound,
+    CallSource,
+    GapReason,
+    StepOutcome,
+    WindowSource,
+)
+
+SCHEMA = "tlk_tracking.kernel_annotation"
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "annotation.json"
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Text = Annotated[str, msgspec.Meta(max_length=2000)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Session = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+
+
+class _Closed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A struct that knows all its fields and refuses others."""
+
+
+class Number(_Closed, frozen=True):
+    """A value with its bound; null is unknown."""
+
+    value: int | float | None
+    bound: Bound
+
+
+class StepRow(_Closed, frozen=True):
+    """One step bracket of the window."""
+
+    step: _Count
+    outcome: StepOutcome
+
+
+class Window(_Closed, frozen=True):
+    """Which steps were asked for and which were seen."""
+
+    first_step: _Count
+    warmup: _Count
+    requested: _Count
+    steps: Annotated[tuple[StepRow, ...], msgspec.Meta(max_length=1_000_000)]
+    synchronized: bool | None
+
+
+class GapRow(_Closed, frozen=True):
+    """One reason why the window could not see something."""
+
+    reason: GapReason
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    evidence: _Text
+
+
+class AuditRow(_Closed, frozen=True):
+    """Kineto's external-id link against the markers, in launches; null when there was nothing to audit."""
+
+    agreed: _Count | None
+    disagreed: _Count | None
+    not_audited: _Count | None
+
+
+class EnvironmentRow(_Closed, frozen=True):
+    """Where it was recorded: a closed list; null is unknown."""
+
+    torch: _Text | None = None
+    cuda: _Text | None = None
+    driver: _Text | None = None
+    cupti: _Text | None = None
+    python: _Text | None = None
+    lightning: _Text | None = None
+    mlflow: _Text | None = None
+    tlk_tracking: _Text | None = None
+    gpu_model: _Text | None = None
+    gpu_count: _Count | None = None
+    os_family: _Text | None = None
+    precision: _Text | None = None
+    strategy: _Text | None = None
+    world_size: _Count | None = None
+    compiled: bool | None = None
+
+
+class FileRow(_Closed, frozen=True):
+    """One other file of the annotation."""
+
+    rows: _Count
+    bytes: _Count
+    sha256: _Digest
+
+
+class Manifest(_Closed, frozen=True):
+    """Everything of an annotation that is not a table.
+
+    `notes` are facts that bound nothing: `empty_transfers` copy or set calls of zero bytes,
+    `launching_calls` runtime calls that launch.
+    """
+
+    schema: str
+    schema_version: int
+    session: _Session
+    source: WindowSource
+    call_source: CallSource
+    availability: Availability
+    availability_reason: _Text | None
+    lower_bound: bool
+    lower_bound_reasons: tuple[GapReason, ...]
+    window: Window
+    rank: _Count
+    world_size: _Count
+    global_step: _Count
+    counts: dict[str, Number]
+    times: dict[str, Number]
+    gaps: tuple[GapRow, ...]
+    notes: dict[str, _Count]
+    audit: AuditRow
+    environment: EnvironmentRow
+    files: dict[str, FileRow] = {}
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as indented strict JSON with sorted keys."""
+    text = msgspec.json.encode(manifest, order="sorted")
+    return msgspec.json.format(text, indent=2) + b"\n"
+
+
+def decode_manifest(body: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        AnnotationError: it is not strict JSON, has unknown, missing or ill-typed fields, or another schema.
+    """
+    try:
+        head = msgspec.json.decode(body, type=_SchemaHead)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AnnotationError(f"is not strict JSON: {error}", file=MANIFEST_FILE) from error
+    if head.schema != SCHEMA or head.schema_version != SCHEMA_VERSION:
+        raise AnnotationError(
+            f"schema {head.schema!r} version {head.schema_version!r} is not {SCHEMA!r} version {SCHEMA_VERSION}; "
+            "read it with the tlk_tracking that wrote it",
+            file=MANIFEST_FILE,
+            field="schema",
+        )
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        field = str(error).rsplit(" - at `$.", 1)
+        raise AnnotationError(
+            str(error), file=MANIFEST_FILE, field=field[1].rstrip("`") if len(field) == 2 else None
+        ) from error
+    for name, number in (*manifest.counts.items(), *manifest.times.items()):
+        if number.value is not None and not (math.isfinite(number.value) and number.value >= 0):
+            raise AnnotationError(f"{number.value} is no count or time", file=MANIFEST_FILE, field=name)
+    return manifest
+
+
+class _SchemaHead(msgspec.Struct):
+    schema: str | None = None
+    schema_version: int | None = None

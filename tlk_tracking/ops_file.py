@@ -1,0 +1,81 @@
+"""Read the rows that a dispatch mode saw from JSON (ops file -> ATen call table)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pyarrow as pa
+
+from tlk_tracking.errors import TraceError
+from tlk_tracking.records import CallOutcome, Phase
+from tlk_tracking.tables import ATEN_CALLS
+
+MAX_OPS_BYTES = 1 << 30
+
+
+class _OpsRow(msgspec.Struct, gc=False):
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    operator: str
+    phase: Phase | None = None
+    inputs: list[tuple[list[int], str, str]] | None = None
+    outcome: CallOutcome | None = None
+
+
+class _OpsFile(msgspec.Struct):
+    session: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+    rows: list[_OpsRow]
+    torch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsRows:
+    """The rows of one ops file; `table` has the columns `tables.ATEN_CALLS`, `step` and `thread` still unknown."""
+
+    session: str
+    torch: str | None
+    table: pa.Table
+
+
+def read_ops(path: Path) -> OpsRows:
+    """Read an ops file: `{"session", "torch", "rows": [{"sequence", "operator", "phase", "inputs", "outcome"}]}`.
+
+    Raises:
+        TraceError: the file is missing, is not such JSON, or numbers two rows alike.
+    """
+    try:
+        if path.stat().st_size > MAX_OPS_BYTES:
+            raise TraceError(f"{path.name} is larger than {MAX_OPS_BYTES} bytes")
+        said = msgspec.json.decode(path.read_bytes(), type=_OpsFile)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise TraceError(f"cannot read the ops file {path.name}: {error}") from error
+    rows = sorted(said.rows, key=lambda row: row.sequence)
+    for before, after in pairwise(rows):
+        if before.sequence == after.sequence:
+            raise TraceError(f"{path.name} has two rows with sequence {after.sequence}")
+    split = [row.operator.rpartition(".") for row in rows]
+    table = pa.table(
+        {
+            "sequence": pa.array([row.sequence for row in rows], pa.int64()),
+            "step": pa.nulls(len(rows), pa.int64()),
+            "phase": _text([None if row.phase is None else row.phase.value for row in rows]),
+            "operator": _text([name or overload for name, _, overload in split]),
+            "overload": _text([overload if name else None for name, _, overload in split]),
+            "module": _text([None] * len(rows)),
+            "module_call": pa.nulls(len(rows), pa.int64()),
+            "inputs": _text(
+                [None if row.inputs is None else msgspec.json.encode(row.inputs).decode() for row in rows]
+            ),
+            "thread": pa.nulls(len(rows), pa.int64()),
+            "outcome": _text([None if row.outcome is None else row.outcome.value for row in rows]),
+        },
+        schema=ATEN_CALLS,
+    )
+    return OpsRows(session=said.session, torch=said.torch, table=table)
+
+
+def _text(values: list[str | None]) -> pa.DictionaryArray:
+    return pa.array(values, pa.string()).dictionary_encode()
