@@ -20,7 +20,7 @@ FLOW = """
     correlation
     totals launch_summary
     manifest annotation_checks annotation
-    ops_file annotate
+    ops_file annotation_tables annotate
     summary
     outbox
     run_record run_artifacts mlflow_tracking

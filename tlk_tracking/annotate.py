@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.annotation_tables import make_call_table, make_launch_tables, unavailable_launch
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, correlate
 from tlk_tracking.errors import TraceError
-from tlk_tracking.kineto_events import EventColumns, Int64s, read_trace
+from tlk_tracking.kineto_events import EventColumns, read_trace
 from tlk_tracking.manifest import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -27,20 +27,18 @@ from tlk_tracking.manifest import (
 )
 from tlk_tracking.ops_file import read_ops
 from tlk_tracking.records import (
-    AttributionStatus,
     Availability,
     Bound,
     CallSource,
     Environment,
     Gap,
     GapReason,
-    Origin,
     StepBracket,
     StepOutcome,
     WindowFacts,
     WindowSource,
 )
-from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
+from tlk_tracking.tables import ATEN_CALLS, LAUNCH_RELATIONS
 from tlk_tracking.totals import Totals, count_totals
 
 _NO_SESSION = "00000000"
@@ -126,7 +124,7 @@ def _build(
     if events is None or correlation is None:
         call_table = ATEN_CALLS.empty_table() if calls is None else calls
     else:
-        call_table, call_source, unmarked = _call_table(events, correlation, calls)
+        call_table, call_source, unmarked = make_call_table(events, correlation, calls)
         gaps += correlation.gaps
         if unmarked:
             gaps.append(
@@ -137,9 +135,9 @@ def _build(
                 )
             )
     if availability is Availability.UNAVAILABLE or events is None or correlation is None:
-        launch_table, relation_table = _unavailable_launch(), LAUNCH_RELATIONS.empty_table()
+        launch_table, relation_table = unavailable_launch(), LAUNCH_RELATIONS.empty_table()
     else:
-        launch_table, relation_table = _launch_tables(events, correlation)
+        launch_table, relation_table = make_launch_tables(events, correlation)
     abandoned = {b.step for b in window.steps if b.outcome is StepOutcome.ABANDONED}
     steps = tuple(b.step for b in window.steps if b.step not in abandoned)
     call_table = _only_steps(call_table, steps)
@@ -185,131 +183,6 @@ def _availability(
     if not correlation.runtime_calls_seen:
         return Availability.UNAVAILABLE, "the trace holds no CUDA runtime call: no device session ran"
     return Availability.EMPTY, None
-
-
-def _call_table(
-    events: EventColumns, correlation: Correlation, calls: pa.Table | None
-) -> tuple[pa.Table, CallSource, int]:
-    """Return the ATen rows, what they are, and how many of them have no range in the trace."""
-    ranges = correlation.calls
-    threads = np.array([NO_THREAD if t is None else t for t in events.thread_ids], np.int64)
-    thread = threads[ranges.thread] if len(ranges) else np.empty(0, np.int64)
-    if calls is not None:
-        return _join_markers(calls, correlation, thread)
-    columns: dict[str, pa.Array] = {
-        name: pa.nulls(len(ranges), ATEN_CALLS.field(name).type) for name in ATEN_CALLS.names
-    }
-    columns["sequence"] = pa.array(ranges.label)
-    columns["step"] = _masked(correlation.call_step)
-    columns["thread"] = pa.array(thread, mask=thread == NO_THREAD)
-    if correlation.call_host_op is None:
-        return pa.table(columns, schema=ATEN_CALLS), CallSource.MARKERS_ONLY, 0
-    names = pa.array(events.names, pa.string()).take(
-        pa.array(events.host_ops.label[correlation.call_host_op])
-    )
-    columns["operator"] = names.dictionary_encode()
-    return pa.table(columns, schema=ATEN_CALLS), CallSource.HOST_OPS, 0
-
-
-NO_THREAD = -(2**62)
-
-
-def _join_markers(
-    calls: pa.Table, correlation: Correlation, thread: Int64s
-) -> tuple[pa.Table, CallSource, int]:
-    """Complete the dispatch mode's rows with what only the trace knows, and keep ranges that have no row."""
-    ranges = correlation.calls
-    sequence = calls["sequence"].to_numpy()
-    place = np.searchsorted(ranges.label, sequence)
-    marked = np.zeros(len(sequence), bool)
-    inside = place < len(ranges)
-    marked[inside] = ranges.label[place[inside]] == sequence[inside]
-    index = pa.array(place, mask=~marked)
-    from_trace = {
-        "step": _masked(correlation.call_step).take(index),
-        "thread": pa.array(thread, mask=thread == NO_THREAD).take(index),
-    }
-    table = calls
-    for name, column in from_trace.items():
-        position = table.schema.get_field_index(name)
-        table = table.set_column(
-            position, ATEN_CALLS.field(name), pc.coalesce(table[name].combine_chunks(), column)
-        )
-    lonely = ~np.isin(ranges.label, sequence)
-    if lonely.any():
-        rows = np.flatnonzero(lonely)
-        extra: dict[str, pa.Array] = {
-            n: pa.nulls(len(rows), ATEN_CALLS.field(n).type) for n in ATEN_CALLS.names
-        }
-        extra["sequence"] = pa.array(ranges.label[rows])
-        extra["step"] = _masked(correlation.call_step).take(pa.array(rows))
-        extra["thread"] = pa.array(thread[rows], mask=thread[rows] == NO_THREAD)
-        table = pa.concat_tables(
-            [table.unify_dictionaries(), pa.table(extra, schema=ATEN_CALLS)]
-        ).unify_dictionaries()
-        table = table.sort_by("sequence").combine_chunks()
-    return table.cast(ATEN_CALLS), CallSource.DISPATCH_MODE, int((~marked).sum())
-
-
-def _launch_tables(events: EventColumns, correlation: Correlation) -> tuple[pa.Table, pa.Table]:
-    records = events.records
-    # Rows in the order in which they ran; ties keep the trace's order.
-    order = np.argsort(records.start_ns, kind="stable")
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order))
-    index = pa.array(order)
-    valid = correlation.record_time_valid
-    attributed = np.zeros(len(records), bool)
-    attributed[correlation.relation_record] = True
-    start = records.start_ns - (correlation.first_bracket_ns or 0)
-    call_start = correlation.record_call_start_ns
-    latency = records.start_ns - np.ma.getdata(call_start)
-    no_latency = np.ma.getmaskarray(call_start) | (latency < 0) | (records.start_ns <= 0)
-    statuses = pa.array([AttributionStatus.UNATTRIBUTED.value, AttributionStatus.ATTRIBUTED.value])
-    gap_names = pa.array([reason.value for reason in LAUNCH_GAPS])
-    columns = {
-        "launch_name": records.launch_name,
-        "device": records.device,
-        "stream": records.stream,
-        "duration": pa.array(records.duration_ns / 1000, mask=records.duration_ns <= 0),
-        "runtime_correlation": pa.array(records.correlation, mask=records.correlation == 0),
-        "attribution_status": pa.DictionaryArray.from_arrays(attributed.astype(np.int32), statuses),
-        "kind": records.kind,
-        "step": _masked(correlation.record_step),
-        "start_ns": pa.array(
-            start, mask=(records.start_ns <= 0) | np.full(len(start), correlation.first_bracket_ns is None)
-        ),
-        "time_valid": pa.array(valid),
-        "launch_latency_ns": pa.array(latency, mask=no_latency),
-        "gap": pa.DictionaryArray.from_arrays(_masked(correlation.record_gap).cast(pa.int32()), gap_names),
-        "bytes": records.bytes,
-        "grid": records.grid,
-        "block": records.block,
-        "graph_launch": pa.nulls(len(order), pa.int64()),
-    }
-    launches = pa.table(
-        {"launch": pa.array(np.arange(len(order)))}
-        | {name: column.take(index) for name, column in columns.items()}
-    ).cast(KERNEL_LAUNCHES)
-    launch = number[correlation.relation_record]
-    by_launch = np.lexsort((correlation.relation_sequence, launch))
-    origin = pa.DictionaryArray.from_arrays(
-        np.zeros(len(launch), np.int32), pa.array([Origin.DISPATCH.value])
-    )
-    relations = pa.table(
-        [pa.array(correlation.relation_sequence[by_launch]), pa.array(launch[by_launch]), origin],
-        schema=LAUNCH_RELATIONS,
-    )
-    return launches, relations
-
-
-def _unavailable_launch() -> pa.Table:
-    """The disclosure row: no fact but that device telemetry is unavailable."""
-    row = dict.fromkeys(KERNEL_LAUNCHES.names) | {
-        "launch": 0,
-        "attribution_status": AttributionStatus.UNAVAILABLE.value,
-    }
-    return pa.Table.from_pylist([row], schema=KERNEL_LAUNCHES)
 
 
 def _only_steps(calls: pa.Table, steps: tuple[int, ...]) -> pa.Table:
@@ -395,7 +268,3 @@ def _environment(known: Environment, events: EventColumns | None) -> Environment
         }
         facts = {name: from_header.get(name) if value is None else value for name, value in facts.items()}
     return EnvironmentRow(**facts)
-
-
-def _masked(values: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]) -> pa.Int64Array:
-    return pa.array(np.ma.getdata(values), mask=np.ma.getmaskarray(values))
