@@ -25,7 +25,7 @@ FLOW = """
     outbox
     run_record run_artifacts mlflow_tracking
     delivery window_worker
-    time_samples step_tables comparison
+    time_samples step_tables context comparison_rows comparison run_history
     report
     recording
     cli
