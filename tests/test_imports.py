@@ -10,21 +10,21 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
 
-# The flow: a stage imports only stages of the lines above its own, or of its own line to its left.
+# The flow: a stage imports only what stands before it, and each line is one stage with its parts before it.
 FLOW = """
-    errors records tables intervals durable_files
+    errors records tables inert_text intervals durable_files
     profiling_window
-    modules fused markers
+    torch_private modules fused markers step_brackets
     profiler_session
     trace_blocks kineto_events
     correlation
     totals launch_summary
     manifest annotation_checks annotation
-    ops_file annotation_tables annotate
+    annotation_tables ops_file annotate
     summary
     outbox
-    run_record run_artifacts mlflow_tracking
-    delivery window_worker
+    request_limits run_artifacts run_record mlflow_tracking
+    delivery window_carriers window_worker
     time_samples step_tables context comparison_rows comparison run_history
     report
     recording
@@ -32,7 +32,15 @@ FLOW = """
 """
 ORDER = {stage: place for place, stage in enumerate(FLOW.split())}
 
-TORCH_STAGES = {"modules", "fused", "markers", "profiler_session", "recording"}
+TORCH_STAGES = {
+    "torch_private",
+    "modules",
+    "fused",
+    "markers",
+    "step_brackets",
+    "profiler_session",
+    "recording",
+}
 TRAINING = ("torch", "lightning", "pytorch_lightning", "mlflow")
 HEAVY = (*TRAINING, "pandas", "pyarrow")
 
