@@ -5,7 +5,6 @@ Nothing here opens, ends or creates a run. mlflow takes seconds to import, so it
 
 from __future__ import annotations
 
-import math
 import re
 import tempfile
 import time
@@ -183,20 +182,9 @@ def search_runs(experiment: str, tracking_uri: str | None = None) -> tuple[RunSu
     return tuple(runs)
 
 
-def request_limits(timeout_s: float) -> dict[str, str]:
-    """Return the environment in which MLflow gives up a request in time and sends no telemetry of its own.
-
-    For the environment of a process of ours alone: MLflow reads it at each request, and by default a dead
-    server holds one for four minutes.
-    """
-    return {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-        "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, math.floor(timeout_s / 3))),
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-    }
+def import_ahead() -> None:
+    """Import mlflow now, so that the first annotation to be sent does not wait for it."""
+    import mlflow  # noqa: F401
 
 
 def _log_batch(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -39,6 +40,7 @@ from tlk_tracking.records import WindowFacts, window_folder
 ARTIFACT_ROOT = "kernel_telemetry"
 TRACE_FILE = "trace.json"
 CALLS_FILE = "calls.parquet"
+DEFAULT_FOLDER = "kernel_telemetry_outbox"
 DEFAULT_MAX_BYTES = 4 * 1024**3
 
 _WINDOW_FILE = "window.json"
@@ -121,6 +123,33 @@ class Entry:
         return found[0]
 
 
+class DeliveryState(StrEnum):
+    """How far a window has come."""
+
+    RAW = "raw"
+    SAVED = "saved"
+    SENT = "sent"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What became of one window: `folder` is where its files wait, `reason` why they do; None once sent.
+
+    GONE: its files are not in the outbox, so another process sent it or somebody removed them.
+    """
+
+    name: str
+    state: DeliveryState
+    folder: Path | None = None
+    reason: str | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its files wait in the outbox."""
+        return self.state in (DeliveryState.RAW, DeliveryState.SAVED)
+
+
 class Outbox:
     """The folder in which windows wait: private to the user, capped in size, safe for several processes.
 
@@ -134,6 +163,10 @@ class Outbox:
         self._raw = self.root / "raw"
         self._annotations = self.root / "annotations"
         self._making: dict[Path, int] = {}
+
+    def is_there(self) -> bool:
+        """Return whether the folder has been used as an outbox."""
+        return self._raw.is_dir() and self._annotations.is_dir()
 
     def open_window(self) -> Path:
         """Make a private folder for a window that is closing; nobody sees it before it is sealed.
