@@ -25,7 +25,7 @@ class Thresholds:
     """What a change of time must be to be called one.
 
     Attributes:
-        min_change: smallest relative change of the median that counts (0.05 is 5 %).
+        min_change: relative change of the median from which on it is one (0.05 is 5 %).
         min_samples: complete steps that each side needs.
         min_share: share of the device time (0..1) from which on a row is tested.
         significance: false discovery rate that Benjamini-Hochberg keeps over the tested rows.
@@ -102,21 +102,21 @@ def time_evidence(
 def judge(evidence: TimeEvidence, thresholds: Thresholds) -> tuple[Verdict, str | None]:
     """Return the verdict of one row, and the reason of an UNDECIDED one.
 
-    INCREASED or DECREASED is a significant change of at least `min_change`; UNCHANGED is a ratio that is
-    surely nearer to 1 than that.
+    INCREASED and DECREASED are significant and their whole interval lies beyond `min_change`; the whole interval
+    of UNCHANGED lies within it. A window's clocks shift all its steps, so a point beyond it would not do.
     """
     most = 1 + thresholds.min_change
     least = 1 / most
     significant = evidence.p_value <= thresholds.significance
-    if significant and evidence.ratio >= most and evidence.ratio_low > 1:
+    if significant and evidence.ratio_low >= most:
         return Verdict.INCREASED, None
-    if significant and evidence.ratio <= least and evidence.ratio_high < 1:
+    if significant and evidence.ratio_high <= least:
         return Verdict.DECREASED, None
     if least < evidence.ratio_low and evidence.ratio_high < most:
         return Verdict.UNCHANGED, None
     return Verdict.UNDECIDED, (
-        f"too noisy: ratio {evidence.ratio:.3f} in [{evidence.ratio_low:.3f}, {evidence.ratio_high:.3f}] "
-        f"settles no change of {thresholds.min_change:.0%}"
+        f"ratio {evidence.ratio:.3f} in [{evidence.ratio_low:.3f}, {evidence.ratio_high:.3f}] "
+        f"does not settle a change of {thresholds.min_change:.0%}"
     )
 
 
