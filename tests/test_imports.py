@@ -16,7 +16,7 @@ FLOW = """
     profiling_window
     torch_private modules fused markers step_brackets
     profiler_session
-    trace_blocks kineto_events
+    trace_files trace_blocks kineto_events
     correlation
     totals launch_summary
     manifest annotation_checks annotation

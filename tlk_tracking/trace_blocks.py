@@ -1,27 +1,31 @@
 """Cut a Chrome trace file into blocks of whole events (path -> header, then lists of decoded events).
 
-Kineto writes one event after the other with a fixed indentation, so blocks of a few MiB can be cut and
-decoded without holding the file. Any other layout is decoded as a whole.
+Kineto writes one event after the other with a fixed indentation, so blocks can be cut and decoded without
+holding the file. Any other layout is decoded as a whole.
 """
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from tlk_tracking.errors import TraceError
+from tlk_tracking.trace_files import InputFile, open_input
 
-BLOCK_BYTES = 4 << 20
+# A block and its events stay in a core's cache: larger ones decode slower and hold more memory.
+BLOCK_BYTES = 256 << 10
 HEADER_BYTES = 1 << 20
-MAX_WHOLE_BYTES = 512 << 20
+MAX_EVENT_BYTES = 16 << 20
 MAX_TRACE_BYTES = 64 << 30
+# Of a file that is decoded as a whole: together they keep it below some 2 GB of memory.
+MAX_WHOLE_BYTES = 256 << 20
+MAX_WHOLE_VALUES = 16 << 20
+_EVENTS_AT_ONCE = 10_000
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -44,20 +48,20 @@ class TraceEvent(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    pid: int | str = 0
-    tid: int | str = 0
+    pid: _Int64 | str = 0
+    tid: _Int64 | str = 0
     ts: float | None = None
     dur: float | None = None
     args: EventArgs | None = None
 
 
 class _DeviceProperties(msgspec.Struct):
-    name: str | None = None
+    name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
 
 
 class _DistributedInfo(msgspec.Struct):
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
 
 
 class TraceHeader(msgspec.Struct):
@@ -65,13 +69,13 @@ class TraceHeader(msgspec.Struct):
 
     device_properties: list[_DeviceProperties] = msgspec.field(name="deviceProperties", default_factory=list)
     distributed_info: _DistributedInfo | None = msgspec.field(name="distributedInfo", default=None)
-    cuda_driver_version: int | None = None
-    cuda_runtime_version: int | None = None
-    cupti_version: int | None = None
+    cuda_driver_version: _Int64 | None = None
+    cuda_runtime_version: _Int64 | None = None
+    cupti_version: _Int64 | None = None
 
 
-class _WholeTrace(TraceHeader):
-    events: list[msgspec.Raw] = msgspec.field(name="traceEvents", default_factory=list)
+class _WholeTrace(TraceHeader, kw_only=True):
+    events: list[msgspec.Raw] = msgspec.field(name="traceEvents")
 
 
 @dataclass(slots=True)
@@ -90,45 +94,42 @@ class TraceBlocks:
     bytes_read: int = 0
 
     def __iter__(self) -> Iterator[list[TraceEvent]]:
-        try:
-            with _open(self.path) as file:
-                yield from self._blocks(file)
-        except (OSError, EOFError, zlib.error) as error:
-            raise TraceError(
-                f"cannot read the trace {self.path.name}: {str(error) or type(error).__name__}"
-            ) from error
+        with open_input(self.path, max_bytes=MAX_TRACE_BYTES) as file:
+            yield from self._blocks(file)
 
-    def _blocks(self, file: IO[bytes]) -> Iterator[list[TraceEvent]]:
+    def _blocks(self, file: InputFile) -> Iterator[list[TraceEvent]]:
         head = self._read(file, HEADER_BYTES)
         begin = re.search(rb'"traceEvents"\s*:\s*\[\s*', head)
-        if begin is None or b"\n  },\n  {" not in head[begin.end() :]:
-            yield self._whole(head, file)
+        if begin is None or _BETWEEN not in head[begin.end() :]:
+            yield from self._whole(head, file)
             return
         self.header = _decode_header(head[: begin.end()] + b"]}", self.path)
-        rest = head[begin.end() :]
+        # The buffer is always an open array, so that a block is decoded where it lies.
+        buffer = bytearray(b"[" + head[begin.end() :])
         while chunk := self._read(file, BLOCK_BYTES):
-            rest += chunk
-            cut = rest.rfind(b"\n  },\n  {")
+            seen = max(len(buffer) - len(_BETWEEN), 0)
+            buffer += chunk
+            cut = buffer.rfind(_BETWEEN, seen)
             if cut < 0:
-                if len(rest) > MAX_WHOLE_BYTES:
-                    raise TraceError(f"one event of {self.path.name} is larger than {MAX_WHOLE_BYTES} bytes")
+                if len(buffer) > MAX_EVENT_BYTES:
+                    raise TraceError(f"one event of {self.path.name} is larger than {MAX_EVENT_BYTES} bytes")
                 continue
-            yield self._decode(rest[: cut + 4])
-            rest = rest[cut + 5 :]
-        end = rest.rfind(b"\n  ]")
+            comma = cut + _BETWEEN.index(b",")
+            buffer[comma : comma + 1] = b"]"
+            yield self._decode(buffer, comma + 1)
+            del buffer[1 : comma + 1]
+        end = buffer.rfind(b"\n  ]")
         if end < 0:
             raise TraceError(f"the trace {self.path.name} ends in the middle; it was not written to its end")
-        _decode_header(b"{" + rest[end + 4 :].lstrip(b" \n,"), self.path)
-        yield self._decode(rest[:end])
+        _decode_header(b"{" + bytes(buffer[end + 4 :]).lstrip(b" \n,"), self.path)
+        yield self._decode(buffer, end + 4)
 
-    def _read(self, file: IO[bytes], size: int) -> bytes:
+    def _read(self, file: InputFile, size: int) -> bytes:
         chunk = file.read(size)
-        self.bytes_read += len(chunk)
-        if self.bytes_read > MAX_TRACE_BYTES:
-            raise TraceError(f"the trace {self.path.name} is larger than {MAX_TRACE_BYTES} bytes")
+        self.bytes_read = file.bytes_read
         return chunk
 
-    def _whole(self, head: bytes, file: IO[bytes]) -> list[TraceEvent]:
+    def _whole(self, head: bytes, file: InputFile) -> Iterator[list[TraceEvent]]:
         parts = [head]
         while chunk := self._read(file, BLOCK_BYTES):
             parts.append(chunk)
@@ -138,6 +139,11 @@ class TraceBlocks:
                     f"{MAX_WHOLE_BYTES} bytes, the most that is read at once"
                 )
         body = b"".join(parts)
+        if body.count(b",") > MAX_WHOLE_VALUES:
+            raise TraceError(
+                f"{self.path.name} is not laid out as Kineto writes traces and holds more than "
+                f"{MAX_WHOLE_VALUES} values, the most that are read at once"
+            )
         try:
             if body.lstrip()[:1] == b"[":
                 raws = _decode_strict(body, list[msgspec.Raw])
@@ -147,38 +153,38 @@ class TraceBlocks:
                 raws = trace.events
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{self.path.name} is not a Chrome trace: {error}") from error
-        return self._decode_each([bytes(raw) for raw in raws])
+        for begin in range(0, len(raws), _EVENTS_AT_ONCE):
+            yield self._decode_each(raws[begin : begin + _EVENTS_AT_ONCE])
 
-    def _decode(self, block: bytes) -> list[TraceEvent]:
+    def _decode(self, block: bytearray, end: int) -> list[TraceEvent]:
         try:
-            return _EVENTS.decode(b"[" + block + b"]")
+            with memoryview(block)[:end] as array:
+                return _EVENTS.decode(array)
         except (msgspec.DecodeError, RecursionError):
-            return self._decode_each(re.split(rb"(?<=\n  \}),(?=\n  \{)", block))
+            return self._decode_each(_COMMA_BETWEEN.split(bytes(block[1 : end - 1])))
 
-    def _decode_each(self, raws: list[bytes]) -> list[TraceEvent]:
+    def _decode_each(
+        self, raws: list[Any]
+    ) -> list[TraceEvent]:  # Any: bytes or msgspec.Raw, which is a buffer
         events = []
         for raw in raws:
             try:
                 events.append(_EVENT.decode(raw))
             except (msgspec.DecodeError, RecursionError):
                 try:
-                    events.append(_EVENT.decode(_NOT_FINITE.sub(rb"\1null", raw)))
+                    events.append(_EVENT.decode(_NOT_FINITE.sub(rb"\1null", bytes(raw))))
                 except (msgspec.DecodeError, RecursionError):
                     self.unreadable += 1
         return events
 
 
+_BETWEEN = b"\n  },\n  {"
+_COMMA_BETWEEN = re.compile(rb"(?<=\n  \}),(?=\n  \{)")
 _EVENTS = msgspec.json.Decoder(list[TraceEvent])
 _EVENT = msgspec.json.Decoder(TraceEvent)
-# Kineto has written bare inf and nan (kineto#105), which strict JSON refuses.
-_NOT_FINITE = re.compile(rb"(:\s*)-?(?:inf|Infinity|nan|NaN)\b")
-
-
-def _open(path: Path) -> IO[bytes]:
-    # The content decides, not the name: two bytes mark gzip.
-    with path.open("rb") as file:
-        magic = file.read(2)
-    return cast("IO[bytes]", gzip.open(path, "rb")) if magic == b"\x1f\x8b" else path.open("rb")
+# Kineto has written bare inf and nan (kineto#105), which strict JSON refuses. Only as the value of a key: a
+# kernel's name may hold `::nan`.
+_NOT_FINITE = re.compile(rb'(?<!\\)(":\s*)-?(?:inf|Infinity|nan|NaN)(?=\s*[,}])')
 
 
 def _decode_strict(body: bytes, kind: Any) -> Any:  # msgspec's decode is typed by its argument
