@@ -16,6 +16,7 @@ FLOW = """
     profiling_window
     torch_private modules fused markers step_brackets
     profiler_session
+    environment window_recorder
     trace_files trace_blocks kineto_events
     correlation
     totals launch_summary
@@ -25,6 +26,7 @@ FLOW = """
     outbox
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker
+    fit_recorder
     time_samples step_tables context comparison_rows comparison run_history
     report
     recording
@@ -39,6 +41,9 @@ TORCH_STAGES = {
     "markers",
     "step_brackets",
     "profiler_session",
+    "environment",
+    "window_recorder",
+    "fit_recorder",
     "recording",
 }
 TRAINING = ("torch", "lightning", "pytorch_lightning", "mlflow")

@@ -1,0 +1,239 @@
+"""Own torch.profiler: prepare, start, stop, write the trace; never disturb a profiler that is not ours."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from enum import Enum, auto
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from tlk_tracking.errors import RecordingError
+from tlk_tracking.torch_private import (
+    PREPARED,
+    RUNNING,
+    profiled_here,
+    profiler_flag,
+    session_options,
+    set_profiler_flag,
+)
+
+# Another profiler's schedule may count more than one step of its own in a step of the fit (Lightning's does).
+_STEPS_OF_OTHERS = 4
+
+
+class _State(Enum):
+    NEW = auto()
+    PREPARED = auto()
+    RUNNING = auto()
+    CLOSED = auto()
+
+
+class ProfilerSession:
+    """One session of torch.profiler; the only place that starts or stops it.
+
+    A process has one of these open at a time. Torch keeps one session for a whole process and, on a second one,
+    silently gives it the first one's events; stopping a session that was taken over can even crash. So a session
+    that finds another profiler's traces leaves everything alone.
+    """
+
+    def __init__(self, *, device: bool, synchronize: bool) -> None:
+        self._device = device
+        self._synchronize = synchronize and device
+        self._state = _State.NEW
+        self._profile: profile | None = None
+        self._owner = threading.get_ident()
+        self._process = os.getpid()
+
+    @property
+    def running(self) -> bool:
+        """Whether the session is recording, and still ours."""
+        return self._state is _State.RUNNING and profiler_flag() is RUNNING
+
+    def prepare(self, *, steps: int) -> None:
+        """Get ready, without recording, for a session that will be over after `steps` steps.
+
+        Raises:
+            RecordingError: another profiler runs or will run by then, or another window of this process is open.
+        """
+        self._refuse_if_busy(steps)
+        if not _ONE_AT_A_TIME.acquire(blocking=False):
+            raise RecordingError("another window of this process is open; one is recorded at a time")
+        try:
+            self._prepare()
+            self._state = _State.PREPARED
+        except BaseException:
+            self._leave()
+            raise
+
+    def start(self) -> None:
+        """Begin to record, with nothing queued on the device if `synchronize` was asked for.
+
+        Raises:
+            RecordingError: another profiler began to run, or a CUDA graph is being captured.
+        """
+        if profiler_flag() is not PREPARED:
+            if profiler_flag():
+                self._leave()
+                raise RecordingError("another torch profiler began to run during the warm-up")
+            self._prepare()  # another profiler came and went; torch's preparation went with it
+        if is_capturing():
+            self.close()
+            raise RecordingError("a CUDA graph is being captured; no session is started meanwhile")
+        if self._synchronize:
+            torch.cuda.synchronize()
+        assert self._profile is not None
+        self._profile.start_trace()
+        set_profiler_flag(RUNNING)
+        self._state = _State.RUNNING
+
+    def stop(self, trace: Path) -> None:
+        """Stop recording after all that was launched has run, and write the Chrome trace.
+
+        Raises:
+            RecordingError: another profiler took the session over; what it recorded is lost.
+        """
+        if self._synchronize and self.running:
+            torch.cuda.synchronize()
+        self.stop_unsynchronized(trace)
+
+    def stop_unsynchronized(self, trace: Path) -> None:
+        """Stop recording and write what there is: the way out when training raised. Errors as `stop`."""
+        if not self.running:
+            self.close()
+            raise RecordingError("another torch profiler took the session over; nothing of it is left")
+        stopped = self._profile
+        assert stopped is not None
+        self.close()
+        stopped.export_chrome_trace(str(trace))
+        _release(stopped)
+
+    def close(self) -> None:
+        """Stop without a trace, whatever the state; does nothing the second time, and nothing to another's profiler.
+
+        Only the thread that prepared the session can stop it. Called from another one while that lives, it
+        leaves the session to it.
+        """
+        if os.getpid() != self._process:
+            return  # a forked child has a copy of this object, not the session
+        orphaned = self._owner not in {thread.ident for thread in threading.enumerate()}
+        if threading.get_ident() != self._owner and not orphaned:
+            return
+        state, self._state = self._state, _State.CLOSED
+        opened, self._profile = self._profile, None
+        if state in (_State.NEW, _State.CLOSED) or opened is None:
+            return
+        try:
+            flag = profiler_flag()
+            ours = flag is PREPARED or flag is RUNNING
+            if flag and not ours:
+                return  # another one runs: what torch held of our session went when that one began
+            if orphaned or not ours:
+                # It went with its thread, or with one that ran inside ours. To stop it now would crash; a
+                # session prepared anew can be stopped.
+                opened = self._make_profile()
+                opened.prepare_trace()
+            if not profiled_here():
+                opened.start_trace()
+            _stop_without_synchronizing(opened)
+        finally:
+            self._leave()
+
+    def _make_profile(self) -> profile:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._device else [ProfilerActivity.CPU]
+        return profile(activities=activities, experimental_config=session_options())
+
+    def _prepare(self) -> None:
+        self._profile = self._make_profile()
+        self._profile.prepare_trace()
+        set_profiler_flag(PREPARED)
+
+    def _refuse_if_busy(self, steps: int) -> None:
+        if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
+            raise RecordingError("another window of this process is open; one is recorded at a time")
+        if profiler_flag():
+            raise RecordingError("another torch profiler is running; it is left alone")
+        if is_capturing():
+            raise RecordingError("a CUDA graph is being captured; no session is prepared meanwhile")
+        if _another_is_scheduled(steps):
+            raise RecordingError(
+                "a torch.profiler.profile object with a schedule is in its warm-up or comes to it soon; "
+                "it is left alone (delete the object when it is done with)"
+            )
+
+    def _leave(self) -> None:
+        self._state = _State.CLOSED
+        self._profile = None
+        if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
+            set_profiler_flag(False)
+        if _ONE_AT_A_TIME.locked():
+            _ONE_AT_A_TIME.release()
+
+
+def warm_start() -> None:
+    """Run a session for nothing, once in a process: the first one is slow and can miss the first kernels.
+
+    Raises:
+        RecordingError: as `ProfilerSession.prepare` and `start`.
+    """
+    global _is_warm
+    if _is_warm or not torch.cuda.is_available():
+        return
+    session = ProfilerSession(device=True, synchronize=True)
+    try:
+        session.prepare(steps=1)
+        session.start()
+        torch.cuda.synchronize()
+    finally:
+        session.close()
+    _is_warm = True
+
+
+def is_capturing() -> bool:
+    """Return whether the current CUDA stream is being captured into a graph."""
+    if not torch.cuda.is_available():
+        return False
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def _another_is_scheduled(steps: int) -> bool:
+    """Return whether a scheduled profiler of somebody else would meet a session of `steps` steps.
+
+    Torch does not tell that a session is prepared, and one that is prepared inside another crashes when it stops;
+    so every living profiler object is asked for its plan. Once a window, some 10 ms.
+    """
+    if not _any_scheduled(steps):
+        return False
+    gc.collect()  # a profiler object is a cycle: one that is done with is still there until now
+    return _any_scheduled(steps)
+
+
+def _any_scheduled(steps: int) -> bool:
+    for found in gc.get_objects():
+        if issubclass(type(found), profile) and found.record_steps:
+            ahead = range(found.step_num, found.step_num + _STEPS_OF_OTHERS * (steps + 1))
+            if any(found.schedule(step) is not ProfilerAction.NONE for step in ahead):
+                return True
+    return False
+
+
+def _release(stopped: profile) -> None:
+    """Let go of what the session recorded: the object is a cycle and may live on for long."""
+    stopped.profiler = None
+    stopped.action_map.clear()
+
+
+def _stop_without_synchronizing(opened: profile) -> None:
+    # torch synchronizes the device on its way out. Where that is wanted it has been done; after an error it can
+    # raise, and then the session would never be stopped.
+    if opened.profiler is not None:
+        opened.profiler.use_device = None
+    opened.stop_trace()
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_is_warm = False

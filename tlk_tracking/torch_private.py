@@ -1,0 +1,92 @@
+"""Every private name of torch that this package stands on, each behind one name here and one test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
+from torch._ops import OpOverload
+from torch.autograd import profiler as autograd_profiler
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+# A named profiler range as a context manager; it does not go through the dispatcher.
+NamedRange = _RecordFunctionFast
+
+# The autograd node that this thread is running, or None, which torch's own type leaves out.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+class SessionFlag(int):
+    """What our sessions put where torch keeps its "a profiler runs": as true or false as torch's own, but ours.
+
+    Another session puts torch's plain True and False there, and so is noticed.
+    """
+
+
+PREPARED = SessionFlag(0)
+RUNNING = SessionFlag(1)
+
+
+def profiler_flag() -> object:
+    """Return torch's "a profiler runs" of this process: truthy while one runs, on whatever thread."""
+    return autograd_profiler._is_profiler_enabled
+
+
+def set_profiler_flag(value: SessionFlag | bool) -> None:
+    """Set torch's "a profiler runs"; everybody who reads it asks only whether it is true."""
+    autograd_profiler._is_profiler_enabled = value  # type: ignore[assignment]  # torch asks only for its truth
+
+
+def profiled_here() -> bool:
+    """Return whether a profiler records this thread."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def dispatch_mode_stack() -> tuple[TorchDispatchMode, ...]:
+    """Return the dispatch modes that are on in this thread, the innermost last."""
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+def push_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Put a dispatch mode on in this thread, above all others."""
+    mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+
+
+def pop_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off that is the innermost of this thread: torch takes off that one, whichever it is."""
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+
+
+def direct_call(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `func(...)` of an operator calls in the end: one Python frame less for each call."""
+    # An exact class: subclasses (TorchBind) do more in their __call__.
+    return func._op if type(func) is OpOverload else func
+
+
+def skip_in_dynamo(function: FunctionType) -> None:
+    """Keep Dynamo from compiling `function`, or anything it calls, when it is called while Dynamo watches."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def session_options() -> _ExperimentalConfig | None:
+    """Return profiler options that leave out the events' Python objects, or None where torch cannot (before 2.13)."""
+    try:
+        return _ExperimentalConfig(trace_only=True)
+    except TypeError:
+        return None
+
+
+def record_functions_off() -> None:
+    """Stop recording ranges and host ops in this thread, whatever profiler is on."""
+    torch._C._autograd._enable_record_function(False)
+
+
+def has_compiled() -> bool:
+    """Return whether Dynamo has compiled anything in this process; does not load it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
