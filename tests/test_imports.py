@@ -30,6 +30,7 @@ FLOW = """
     time_samples step_tables context comparison_rows comparison run_history
     report
     recording
+    record_probe doctor
     cli
 """
 ORDER = {stage: place for place, stage in enumerate(FLOW.split())}
@@ -45,6 +46,7 @@ TORCH_STAGES = {
     "window_recorder",
     "fit_recorder",
     "recording",
+    "record_probe",
 }
 TRAINING = ("torch", "lightning", "pytorch_lightning", "mlflow")
 HEAVY = (*TRAINING, "pandas", "pyarrow")

@@ -41,7 +41,7 @@ from tlk_tracking.records import (
 from tlk_tracking.tables import ATEN_CALLS, LAUNCH_RELATIONS
 from tlk_tracking.totals import Totals, count_totals
 
-_NO_SESSION = "00000000"
+NO_SESSION = "00000000"
 
 
 def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None) -> KernelAnnotation:
@@ -97,7 +97,7 @@ def import_trace(
     own_rank = None if distributed is None else distributed.rank
     steps = correlation.step_labels
     window = WindowFacts(
-        session=events.session or _NO_SESSION,
+        session=events.session or NO_SESSION,
         source=WindowSource.IMPORT,
         first_step=min(steps, default=0),
         warmup=0,

@@ -1,6 +1,7 @@
 """Send annotations to an MLflow run and read them back (KernelAnnotation <-> run); only this imports mlflow.
 
-Nothing here opens, ends or creates a run. mlflow takes seconds to import, so it is imported when first used.
+Nothing here opens or ends a run; imports may ask for one that has ended already. mlflow takes seconds to
+import, so it is imported when first used.
 """
 
 from __future__ import annotations
@@ -180,6 +181,27 @@ def search_runs(experiment: str, tracking_uri: str | None = None) -> tuple[RunSu
             runs.extend(_summary_of(run) for run in page)
             token = page.token or ""
     return tuple(runs)
+
+
+def create_finished_run(
+    experiment: str, *, run_name: str | None = None, tracking_uri: str | None = None
+) -> str:
+    """Make a run that has ended already, for annotations of traces that exist; return its id.
+
+    The experiment (and a store `sqlite:///...`) is made where there is none. Training never comes here.
+
+    Raises:
+        TrackingError: the store cannot be written.
+    """
+    import mlflow
+
+    with _as_tracking_errors(None, tracking_uri):
+        client = mlflow.MlflowClient(tracking_uri=tracking_uri or mlflow.get_tracking_uri())
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+        run_id: str = client.create_run(experiment_id, run_name=run_name).info.run_id
+        client.set_terminated(run_id)
+    return run_id
 
 
 def import_ahead() -> None:

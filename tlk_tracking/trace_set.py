@@ -1,0 +1,132 @@
+"""Import traces as the windows and ranks of one recording (trace files -> KernelAnnotations)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from tlk_tracking.annotate import NO_SESSION, import_trace
+from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.errors import ConfigurationError, TraceError
+from tlk_tracking.records import CallSource
+
+Progress = Callable[[int], None]
+
+# What a comparison would like to know of where it was recorded.
+_COMPARED_FACTS = ("torch", "cuda", "gpu_model", "precision", "strategy", "compiled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedTrace:
+    """One trace file and the annotation made of it."""
+
+    trace: Path
+    annotation: KernelAnnotation
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """First step and rank: what tells this annotation from the others of its set."""
+        manifest = self.annotation.manifest
+        return manifest.window.first_step, manifest.rank
+
+
+def import_traces(
+    traces: Sequence[Path],
+    *,
+    ops: Sequence[Path] = (),
+    ranks: Sequence[int] = (),
+    reading: Callable[[Path], AbstractContextManager[Progress | None]] = lambda _: nullcontext(),
+) -> tuple[ImportedTrace, ...]:
+    """Import each trace; traces of the same first step are the ranks of one window.
+
+    Traces without markers have no session of their own: the ranks of a window get one made of their files'
+    content, so that another window does not take their place in a run, and the same files again do.
+
+    Args:
+        traces: Kineto's Chrome exports, `.json` or `.json.gz`.
+        ops: the ops file of each trace, in the same order, or none at all.
+        ranks: the rank of each trace, in the same order; none at all takes the traces' own, else 0.
+        reading: is entered around each trace; gives what is called with the number of bytes read.
+
+    Raises:
+        ConfigurationError: there are not as many `ops` or `ranks` as traces.
+        TraceError: a file cannot be read, or two are the same rank of the same window.
+    """
+    for given, what in ((ops, "ops"), (ranks, "rank")):
+        if given and len(given) != len(traces):
+            raise ConfigurationError(
+                f"{len(given)} --{what} for {len(traces)} traces; give one for each, in their order, or none"
+            )
+    imported = []
+    for index, trace in enumerate(traces):
+        with reading(trace) as progress:
+            annotation = import_trace(
+                trace,
+                ops=ops[index] if ops else None,
+                rank=ranks[index] if ranks else None,
+                progress=progress,
+            )
+        imported.append(ImportedTrace(trace=trace, annotation=annotation))
+    imported.sort(key=lambda one: one.place)
+    for before, after in pairwise(imported):
+        if before.place == after.place:
+            raise TraceError(
+                f"{before.trace.name} and {after.trace.name} are both rank {after.place[1]} of the window that "
+                f"begins with step {after.place[0]}; give --rank once for each trace, or import them one by one"
+            )
+    return tuple(one for window in _windows(imported) for one in _with_window_facts(window))
+
+
+def what_is_missing(annotation: KernelAnnotation) -> tuple[str, ...]:
+    """Say, a sentence each, what an import did not find in its trace."""
+    manifest = annotation.manifest
+    found = []
+    if manifest.call_source is CallSource.HOST_OPS:
+        found.append(
+            "no markers: the innermost host ops are the call rows; their modules, phases and inputs are unknown"
+        )
+        if [row.step for row in manifest.window.steps] == [0]:
+            found.append("no steps but 0: without ProfilerStep#N ranges the whole trace is step 0")
+    elif manifest.call_source is CallSource.MARKERS_ONLY:
+        found.append("no --ops: operators, inputs, modules and phases of the marked calls are unknown")
+    if manifest.availability_reason is not None:
+        found.append(f"no device telemetry: {manifest.availability_reason}")
+    unknown = [name for name in _COMPARED_FACTS if getattr(manifest.environment, name) is None]
+    if unknown:
+        found.append(f"no word on {', '.join(unknown)}")
+    return tuple(found)
+
+
+def _windows(imported: Sequence[ImportedTrace]) -> Iterator[list[ImportedTrace]]:
+    by_step: dict[int, list[ImportedTrace]] = {}
+    for one in imported:
+        by_step.setdefault(one.place[0], []).append(one)
+    yield from by_step.values()
+
+
+def _with_window_facts(window: Sequence[ImportedTrace]) -> Iterator[ImportedTrace]:
+    """Give the ranks of one window what only all of them together say."""
+    digests = [_digest(one.trace) for one in window if one.annotation.manifest.session == NO_SESSION]
+    session = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
+    ranks = 1 + max(one.annotation.manifest.rank for one in window)
+    for one in window:
+        manifest = one.annotation.manifest
+        manifest = msgspec.structs.replace(
+            manifest,
+            session=session if manifest.session == NO_SESSION else manifest.session,
+            world_size=max(ranks, manifest.world_size),
+            # The trace does not know the Trainer's step; its own puts several windows of a run in order.
+            global_step=manifest.window.first_step,
+        )
+        yield replace(one, annotation=replace(one.annotation, manifest=manifest))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
