@@ -18,7 +18,7 @@ FLOW = """
     profiler_session
     environment window_recorder
     trace_files trace_blocks kineto_events
-    correlation
+    nested_ranges lost_launches correlation
     totals launch_summary
     manifest annotation_checks annotation
     annotation_tables ops_file annotate

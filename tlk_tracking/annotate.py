@@ -55,13 +55,10 @@ def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None)
     Raises:
         TraceError: the trace cannot be read.
     """
-    abandoned = frozenset(b.step for b in window.steps if b.outcome is StepOutcome.ABANDONED) - frozenset(
-        b.step for b in window.steps if b.outcome is not StepOutcome.ABANDONED
-    )
     if trace is None:
         return _build(window, events=None, correlation=None, calls=calls)
     events = read_trace(trace, session=window.session)
-    return _build(window, events=events, correlation=correlate(events, abandoned=abandoned), calls=calls)
+    return _build(window, events=events, correlation=correlate(events, steps=_steps(window)), calls=calls)
 
 
 def import_trace(
@@ -134,12 +131,20 @@ def _build(
                     evidence="ATen calls that the dispatch mode saw and whose range is not in the trace",
                 )
             )
+        missing = _steps(window).difference(correlation.step_labels)
+        if missing:
+            gaps.append(
+                Gap(
+                    reason=GapReason.WINDOW_TRUNCATED,
+                    count=len(missing),
+                    evidence="steps whose bracket is not in the trace",
+                )
+            )
     if availability is Availability.UNAVAILABLE or events is None or correlation is None:
         launch_table, relation_table = unavailable_launch(), LAUNCH_RELATIONS.empty_table()
     else:
         launch_table, relation_table = make_launch_tables(events, correlation)
-    abandoned = {b.step for b in window.steps if b.outcome is StepOutcome.ABANDONED}
-    steps = tuple(b.step for b in window.steps if b.step not in abandoned)
+    steps = tuple(sorted(_steps(window)))
     call_table = _only_steps(call_table, steps)
     merged = _merge_gaps(gaps, launch_table, availability)
     reasons = {gap.reason for gap in merged}
@@ -166,6 +171,11 @@ def _build(
     return KernelAnnotation(
         manifest=manifest, call_table=call_table, launch_table=launch_table, relation_table=relation_table
     )
+
+
+def _steps(window: WindowFacts) -> frozenset[int]:
+    """The steps of the window; one that was abandoned is none."""
+    return frozenset(b.step for b in window.steps if b.outcome is not StepOutcome.ABANDONED)
 
 
 def _availability(
@@ -199,7 +209,13 @@ def _merge_gaps(gaps: list[Gap], launches: pa.Table, availability: Availability)
         if availability is Availability.UNAVAILABLE and gap.reason in LAUNCH_GAPS:
             continue
         before = merged.get(gap.reason)
-        merged[gap.reason] = gap if before is None else replace(before, count=before.count + gap.count)
+        merged[gap.reason] = (
+            gap
+            if before is None
+            else replace(
+                before, count=before.count + gap.count, evidence=f"{before.evidence}; {gap.evidence}"
+            )
+        )
     return tuple(merged[reason] for reason in GapReason if reason in merged)
 
 

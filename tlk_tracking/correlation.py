@@ -11,21 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tlk_tracking.errors import TraceError
 from tlk_tracking.kineto_events import EventColumns, HostRanges, Int64s
+from tlk_tracking.lost_launches import count_lost_launches
+from tlk_tracking.nested_ranges import NONE, innermost, parents
 from tlk_tracking.records import Gap, GapReason
 
 Bools = npt.NDArray[np.bool_]
 
-NONE = -1  # an index into nothing; only inside this module and its direct callers' index columns
+# Records and calls that share one correlation multiply; a trace that needs more pairs than this is none of ours.
+MAX_RELATIONS = 20_000_000
 
-LAUNCH_APIS = re.compile(
-    r"(?:cudaLaunchKernel|cudaLaunchKernelExC|cudaLaunchCooperativeKernel|cudaLaunchCooperativeKernelMultiDevice"
-    r"|cudaGraphLaunch|cuLaunchKernel|cuLaunchKernelEx|cuLaunchCooperativeKernel|cuLaunchGrid|cuLaunchGridAsync"
-    r"|cuLaunch|cuGraphLaunch)(?:_v\d+)?(?:_ptsz)?"
-)
-TRANSFER_APIS = re.compile(r"(?:cudaMemcpy|cudaMemset|cuMemcpy|cuMemset)\w*")
-BEGIN_CAPTURE_APIS = re.compile(r"(?:cudaStreamBeginCapture|cuStreamBeginCapture)\w*")
-END_CAPTURE_APIS = re.compile(r"(?:cudaStreamEndCapture|cuStreamEndCapture)\w*")
+
 DISPATCHER_OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(?:\.\w+)?")
 
 LAUNCH_GAPS = (
@@ -62,7 +59,7 @@ class Correlation:
         step_labels: the steps that have a bracket, ascending; origin of the time axis is `first_bracket_ns`.
         gaps: every gap that the trace itself shows, with counts.
         empty_transfers: copy or set calls of zero bytes, which have no record.
-        launching_calls: runtime calls that launch, in a bracket or not.
+        launching_calls: runtime calls that launch (not into a stream capture), in a bracket or not.
         runtime_calls_seen: whether the trace holds any runtime call at all: a device session ran.
     """
 
@@ -84,12 +81,16 @@ class Correlation:
     runtime_calls_seen: bool
 
 
-def correlate(events: EventColumns, *, abandoned: frozenset[int] = frozenset()) -> Correlation:
+def correlate(events: EventColumns, *, steps: frozenset[int] | None = None) -> Correlation:
     """Apply the correlation rules and name the gaps that the trace shows.
 
-    `abandoned` are steps whose bracket is no step: what ran in it counts as outside every bracket.
+    `steps` are those that count, where the recording side knows them: what ran in another bracket (an abandoned
+    one) ran outside every bracket. None takes what the trace has.
+
+    Raises:
+        TraceError: the trace asks for more than `MAX_RELATIONS` relations.
     """
-    brackets = _brackets(events, abandoned)
+    brackets = _brackets(events, steps)
     calls, host_ops = _call_ranges(events)
     runtime = events.runtime_calls
     records = events.records
@@ -107,18 +108,15 @@ def correlate(events: EventColumns, *, abandoned: frozenset[int] = frozenset()) 
     earliest = _take(by_correlation, first, known)
 
     record_bracket = np.where(known, call_bracket[earliest], NONE) if len(runtime) else _none(len(records))
-    relation_record, relation_call = _relations(
-        owner, by_correlation, first=first, count=np.where(known, stop - first, 0)
-    )
+    relation_record, relation_call = _relations(owner[by_correlation], sorted_ids, records.correlation)
     related = np.zeros(len(records), bool)
     related[relation_record] = True
     record_gap = _launch_gaps(
-        events, calls=calls, brackets=brackets, known=known, earliest=earliest,
-        related=related, in_step=record_bracket != NONE,
-    )  # fmt: skip
+        events, calls=calls, known=known, earliest=earliest, related=related, in_step=record_bracket != NONE
+    )
     time_valid = (records.duration_ns > 0) & (records.start_ns > 0)
     audit = _audit(events, calls, relation_record=relation_record, relation_call=relation_call)
-    lost, empty_transfers, launching = _lost_launches(events, in_bracket=call_bracket != NONE)
+    lost, empty_transfers, launching = count_lost_launches(events, in_bracket=call_bracket != NONE)
     return Correlation(
         calls=calls,
         call_host_op=host_ops,
@@ -141,56 +139,15 @@ def correlate(events: EventColumns, *, abandoned: frozenset[int] = frozenset()) 
     )
 
 
-def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> Int64s:
-    """Return for each time the index of the innermost range `[start, end)` that contains it, or -1.
-
-    Innermost is the latest start, then the earliest end. With `thread` only ranges of the same thread count;
-    None looks at all threads.
-    """
-    found = _none(len(time_ns))
-    if not len(ranges) or not len(time_ns):
-        return found
-    if thread is None:
-        groups = [(np.arange(len(ranges)), np.arange(len(time_ns)))]
-    else:
-        groups = [
-            (np.flatnonzero(ranges.thread == t), np.flatnonzero(thread == t))
-            for t in np.unique(ranges.thread)
-        ]
-    for members, points in groups:
-        order = members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))]
-        starts, ends = ranges.start_ns[order], ranges.end_ns[order]
-        position = np.searchsorted(starts, time_ns[points], "right") - 1
-        wider: Int64s | None = None
-        open_points = np.flatnonzero((position >= 0) & (ends[position] <= time_ns[points]))
-        while len(open_points):
-            # What ends no later than a range that is already over is over too: go on at the next that ends later.
-            wider = _previous_wider(ends) if wider is None else wider
-            position[open_points] = wider[position[open_points]]
-            here = position[open_points]
-            open_points = open_points[(here >= 0) & (ends[here] <= time_ns[points[open_points]])]
-        found[points] = np.where(position >= 0, order[position], NONE)
-    return found
-
-
-def _previous_wider(ends: Int64s) -> Int64s:
-    """For each range the nearest one before it that ends later, or -1 (ranges sorted by start)."""
-    result: list[int] = []
-    stack: list[tuple[int, int]] = []
-    for index, end in enumerate(ends.tolist()):
-        while stack and stack[-1][1] <= end:
-            stack.pop()
-        result.append(stack[-1][0] if stack else NONE)
-        stack.append((index, end))
-    return np.array(result, np.int64)
-
-
-def _brackets(events: EventColumns, abandoned: frozenset[int]) -> HostRanges:
+def _brackets(events: EventColumns, steps: frozenset[int] | None) -> HostRanges:
     """Rule 5: our step brackets; else torch's `ProfilerStep#N`; else the whole trace is step 0."""
     markers = events.step_markers
-    if len(markers):
-        kept = ~np.isin(markers.label, np.array(sorted(abandoned), np.int64))
+    if steps is not None:
+        # The numbers of `ProfilerStep#N` are not the Trainer's: where steps are known, nothing stands in for them.
+        kept = np.isin(markers.label, np.array(sorted(steps), np.int64))
         return HostRanges(**{name: getattr(markers, name)[kept] for name in HostRanges.__slots__})
+    if len(markers):
+        return markers
     if len(events.profiler_steps):
         return events.profiler_steps
     columns = (events.runtime_calls, events.host_ops, events.op_markers)
@@ -211,7 +168,7 @@ def _call_ranges(events: EventColumns) -> tuple[HostRanges, Int64s | None]:
     ops = events.host_ops
     order = np.lexsort((-ops.end_ns, ops.start_ns))
     has_child = np.zeros(len(ops), bool)
-    has_child[_parents(ops)] = True
+    has_child[parents(ops)] = True
     owns = innermost(ops, thread=events.runtime_calls.thread, time_ns=events.runtime_calls.start_ns)
     keep = ~has_child
     launching = np.isin(events.runtime_calls.correlation, events.records.correlation) & (
@@ -231,40 +188,31 @@ def _call_ranges(events: EventColumns) -> tuple[HostRanges, Int64s | None]:
     )
 
 
-def _parents(ranges: HostRanges) -> Int64s:
-    """Return the indices of ranges that hold another range of their thread."""
-    parents: list[int] = []
-    for thread in np.unique(ranges.thread):
-        members = np.flatnonzero(ranges.thread == thread)
-        order = members[np.lexsort((-ranges.end_ns[members], ranges.start_ns[members]))]
-        stack: list[tuple[int, int]] = []
-        for index, start, end in zip(
-            order.tolist(), ranges.start_ns[order].tolist(), ranges.end_ns[order].tolist(), strict=True
-        ):
-            while stack and stack[-1][1] <= start:
-                stack.pop()
-            if stack and end <= stack[-1][1]:
-                parents.append(stack[-1][0])
-            stack.append((index, end))
-    return np.array(parents, np.int64)
+def _relations(owner: Int64s, call_ids: Int64s, record_ids: Int64s) -> tuple[Int64s, Int64s]:
+    """Rules 3 and 4: each record shares the owners of all runtime calls with its correlation; pairs are distinct.
 
-
-def _relations(
-    owner: Int64s, by_correlation: Int64s, *, first: Int64s, count: Int64s
-) -> tuple[Int64s, Int64s]:
-    """Rules 3 and 4: each record shares the owners of all runtime calls with its correlation; pairs are distinct."""
-    record = np.repeat(np.arange(len(count)), count)
-    within = np.arange(len(record)) - np.repeat(np.cumsum(count) - count, count)
-    call = owner[by_correlation[np.repeat(first, count) + within]] if len(record) else record
-    record, call = record[call != NONE], call[call != NONE]
-    pairs = np.unique(np.column_stack((record, call)), axis=0) if len(record) else np.empty((0, 2), np.int64)
-    return pairs[:, 0], pairs[:, 1]
+    `owner` and `call_ids` are columns over runtime calls with an id, sorted by it.
+    """
+    owned = owner != NONE
+    ids, owners = call_ids[owned], owner[owned]
+    order = np.lexsort((owners, ids))
+    ids, owners = ids[order], owners[order]
+    fresh = np.ones(len(ids), bool)
+    fresh[1:] = (np.diff(ids) != 0) | (np.diff(owners) != 0)
+    ids, owners = ids[fresh], owners[fresh]
+    first = np.searchsorted(ids, record_ids, "left")
+    count = np.searchsorted(ids, record_ids, "right") - first
+    total = int(count.sum())
+    if total > MAX_RELATIONS:
+        raise TraceError(f"the trace relates calls and records {total} times, more than {MAX_RELATIONS}")
+    record = np.repeat(np.arange(len(record_ids)), count)
+    within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+    return record, owners[np.repeat(first, count) + within]
 
 
 def _launch_gaps(
-    events: EventColumns, *, calls: HostRanges, brackets: HostRanges, known: Bools, earliest: Int64s,
-    related: Bools, in_step: Bools,
-) -> Int64s:  # fmt: skip
+    events: EventColumns, *, calls: HostRanges, known: Bools, earliest: Int64s, related: Bools, in_step: Bools
+) -> Int64s:
     """Return for each record the first reason of `LAUNCH_GAPS` that fits, or -1."""
     records, runtime = events.records, events.runtime_calls
     gap = _none(len(records))
@@ -275,8 +223,7 @@ def _launch_gaps(
     ids, counts = np.unique(records.correlation, return_counts=True)
     several = counts[np.searchsorted(ids, records.correlation[open_rows])] > 1
     thread, time_ns = runtime.thread[earliest[open_rows]], runtime.start_ns[earliest[open_rows]]
-    our_threads = calls.thread if events.session is None else np.concatenate([calls.thread, brackets.thread])
-    foreign = ~np.isin(thread, our_threads)
+    foreign = ~np.isin(thread, np.concatenate([calls.thread, events.step_markers.thread]))
     host_op = innermost(events.host_ops, thread=thread, time_ns=time_ns)
     is_operator = np.array([DISPATCHER_OPERATOR.fullmatch(name) is not None for name in events.names], bool)
     paused = np.zeros(len(open_rows), bool)
@@ -333,43 +280,6 @@ def _linked_calls(events: EventColumns, calls: HostRanges) -> tuple[Int64s, Bool
     result = _none(len(wanted))
     result[found] = linked[place[found]]
     return result, found
-
-
-def _lost_launches(events: EventColumns, *, in_bracket: Bools) -> tuple[int, int, int]:
-    """Return launching calls in a bracket without a record, empty transfers, and all launching calls."""
-    runtime = events.runtime_calls
-    if not len(runtime):
-        return 0, 0, 0
-    has_record = np.isin(runtime.correlation, events.records.correlation) & (runtime.correlation != 0)
-    launches = _matches(events, LAUNCH_APIS)[runtime.name]
-    transfers = _matches(events, TRANSFER_APIS)[runtime.name]
-    known_api = np.zeros(len(events.names), bool)
-    known_api[runtime.name[has_record]] = True
-    other = known_api[runtime.name] & ~launches & ~transfers
-    missing = in_bracket & ~has_record & ~_under_capture(events)
-    lost = int((missing & (launches | other)).sum())
-    quiet = int((missing & transfers).sum())
-    launching = int((launches | transfers | other).sum())
-    return (lost + quiet, 0, launching) if lost else (0, quiet, launching)
-
-
-def _under_capture(events: EventColumns) -> Bools:
-    """Mark runtime calls that a stream capture of their own thread encloses; they launch nothing yet."""
-    runtime = events.runtime_calls
-    begins, ends = _matches(events, BEGIN_CAPTURE_APIS), _matches(events, END_CAPTURE_APIS)
-    captured = np.zeros(len(runtime), bool)
-    if not begins.any():
-        return captured
-    for thread in np.unique(runtime.thread[begins[runtime.name]]):
-        rows = np.flatnonzero(runtime.thread == thread)
-        rows = rows[np.argsort(runtime.start_ns[rows], kind="stable")]
-        change = begins[runtime.name[rows]].astype(np.int64) - ends[runtime.name[rows]]
-        captured[rows] = np.cumsum(change) > 0
-    return captured
-
-
-def _matches(events: EventColumns, pattern: re.Pattern[str]) -> Bools:
-    return np.array([pattern.fullmatch(name) is not None for name in events.names], bool)
 
 
 def _gaps(

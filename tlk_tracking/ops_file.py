@@ -13,8 +13,10 @@ import pyarrow as pa
 from tlk_tracking.errors import TraceError
 from tlk_tracking.records import CallOutcome, Phase
 from tlk_tracking.tables import ATEN_CALLS
+from tlk_tracking.trace_files import open_input
 
-MAX_OPS_BYTES = 1 << 30
+MAX_OPS_BYTES = 256 << 20
+_CHUNK_BYTES = 4 << 20
 
 
 class _OpsRow(msgspec.Struct, gc=False):
@@ -28,7 +30,7 @@ class _OpsRow(msgspec.Struct, gc=False):
 class _OpsFile(msgspec.Struct):
     session: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
     rows: list[_OpsRow]
-    torch: str | None = None
+    torch: Annotated[str, msgspec.Meta(max_length=200)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +43,18 @@ class OpsRows:
 
 
 def read_ops(path: Path) -> OpsRows:
-    """Read an ops file: `{"session", "torch", "rows": [{"sequence", "operator", "phase", "inputs", "outcome"}]}`.
+    """Read an ops file, plain or gzip.
+
+    It is `{"session", "torch", "rows": [{"sequence", "operator", "phase", "inputs", "outcome"}]}`.
 
     Raises:
         TraceError: the file is missing, is not such JSON, or numbers two rows alike.
     """
+    with open_input(path, max_bytes=MAX_OPS_BYTES) as file:
+        body = b"".join(iter(lambda: file.read(_CHUNK_BYTES), b""))
     try:
-        if path.stat().st_size > MAX_OPS_BYTES:
-            raise TraceError(f"{path.name} is larger than {MAX_OPS_BYTES} bytes")
-        said = msgspec.json.decode(path.read_bytes(), type=_OpsFile)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        said = msgspec.json.decode(body, type=_OpsFile)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"cannot read the ops file {path.name}: {error}") from error
     rows = sorted(said.rows, key=lambda row: row.sequence)
     for before, after in pairwise(rows):
