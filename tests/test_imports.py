@@ -27,7 +27,8 @@ FLOW = """
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker
     fit_recorder
-    time_samples step_tables context comparison_rows comparison run_history
+    time_samples step_tables context comparison_rows comparison comparison_text comparison_json
+    regression run_history
     report
     recording
     record_probe doctor

@@ -159,13 +159,19 @@ def compare_runs(
 
 
 def choose_annotations(
-    annotations: Sequence[KernelAnnotation], *, windows: Sequence[int] | None, ranks: Sequence[int], of: str
+    annotations: Sequence[KernelAnnotation],
+    *,
+    windows: Sequence[int] | None,
+    ranks: Sequence[int] | None,
+    of: str,
 ) -> list[KernelAnnotation]:
-    """Return the annotations of these windows (first steps; None is all) and ranks.
+    """Return the annotations of these windows (first steps; None is all) and ranks (None is the lowest).
 
     Raises:
         ComparisonError: there is none; it says which there are.
     """
+    if ranks is None:
+        ranks = sorted({one.manifest.rank for one in annotations})[:1]
     chosen = [
         one
         for one in annotations

@@ -310,7 +310,8 @@ def _judge_samples(
 def _order(row: Row) -> tuple[int, int, float, float, str]:
     """Tables in order; in each first what has changed, then the undecided; the most device time first."""
     rank = 0 if row.verdict in CHANGES else 1 if row.verdict is Verdict.UNDECIDED else 2
-    change = abs((row.candidate or 0.0) - (row.baseline or 0.0))
+    # Totals are of different units, so theirs stay in the order of the metrics.
+    change = 0.0 if row.key is None else abs((row.candidate or 0.0) - (row.baseline or 0.0))
     return list(TableName).index(row.table), rank, -abs(row.change_ms or 0.0), -change, row.key or ""
 
 

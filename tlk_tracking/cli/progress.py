@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,3 +25,18 @@ def reading(path: Path) -> Iterator[Callable[[int], None] | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("read", total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def opening(targets: Sequence[str]) -> Iterator[str]:
+    """Give the targets one by one and show how many are done, where somebody watches."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    yield from track(
+        targets,
+        description="reading",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal or not any(target.startswith("runs:/") for target in targets),
+    )
