@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import platform
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,7 +19,10 @@ _CUPTI_PACKAGES = ("nvidia-cuda-cupti", "nvidia-cuda-cupti-cu13", "nvidia-cuda-c
 
 
 def describe_environment() -> Environment:
-    """Return the facts of this process; never a host's or user's name, a path, an argument or a variable."""
+    """Return the facts of this process; never a host's or user's name, a path, an argument or a variable.
+
+    Lightning, precision, strategy and world size are for the caller to add.
+    """
     return Environment(**_lasting_facts(), compiled=has_compiled())  # type: ignore[arg-type]  # by name, as made below
 
 
@@ -33,21 +35,12 @@ def _lasting_facts() -> dict[str, str | int | None]:
         "driver": _driver_version() if has_device else None,
         "cupti": _first_version(_CUPTI_PACKAGES) if has_device else None,
         "python": platform.python_version(),
-        "lightning": _lightning_version(),
         "mlflow": _first_version(("mlflow", "mlflow-skinny")),
         "tlk_tracking": _first_version(("tlk-tracking",)),
         "gpu_model": torch.cuda.get_device_name() if has_device else None,
         "gpu_count": torch.cuda.device_count(),
         "os_family": platform.system() or None,
     }
-
-
-def _lightning_version() -> str | None:
-    """Return the version of the Lightning that is loaded, if one is."""
-    for module, package in (("lightning.pytorch", "lightning"), ("pytorch_lightning", "pytorch-lightning")):
-        if module in sys.modules:
-            return _first_version((package,))
-    return None
 
 
 def _driver_version() -> str | None:

@@ -6,6 +6,7 @@ import, so it is imported when first used.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -202,6 +203,40 @@ def create_finished_run(
         run_id: str = client.create_run(experiment_id, run_name=run_name).info.run_id
         client.set_terminated(run_id)
     return run_id
+
+
+def try_store(tracking_uri: str | None = None, *, write: bool) -> str:
+    """Ask the store for an experiment, and with `write` make, fill and delete a run; say what worked.
+
+    Raises:
+        TrackingError: something did not work.
+    """
+    import mlflow
+
+    uri = tracking_uri or mlflow.get_tracking_uri()
+    path = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not path.exists():
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise TrackingError(f"{path.parent} cannot be written")
+        return "no store yet; the first run makes it"
+    with _as_tracking_errors(None, tracking_uri):
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        experiments = client.search_experiments(max_results=1)
+        if not write or not experiments:
+            return "answers, not written to"
+        run_id = client.create_run(experiments[0].experiment_id, run_name="tlk doctor").info.run_id
+        try:
+            client.log_text(run_id, "written by tlk doctor", "tlk_doctor.txt")
+        finally:
+            client.delete_run(run_id)
+    return f"answers, a run and an artifact were written to experiment {experiments[0].name!r} and deleted"
+
+
+def current_tracking_uri() -> str:
+    """Return the store that MLflow itself is set to in this process."""
+    import mlflow
+
+    return str(mlflow.get_tracking_uri())
 
 
 def import_ahead() -> None:

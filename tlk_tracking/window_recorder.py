@@ -24,6 +24,7 @@ from tlk_tracking.records import (
 )
 from tlk_tracking.step_brackets import StepBrackets
 
+_DISPLACED = "another dispatch mode was on where ours had to go on or come off"
 _NO_CUDA = "CUDA is not available to torch in this process"
 
 
@@ -74,9 +75,18 @@ class WindowRecorder:
         return self._brackets.step
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the window can go on: our mode in its place, the session ours, no fault of our own."""
-        return not self._brackets.displaced and self._calls.fault is None and self._session.running
+    def has_begun(self) -> bool:
+        """Whether the warm-up is over and the session records."""
+        return self._started
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the window cannot go on, or None when it can."""
+        if self._brackets.displaced:
+            return _DISPLACED
+        if self._calls.fault is not None:
+            return f"the recorder itself failed with {type(self._calls.fault).__name__}: {self._calls.fault}"
+        return None if self._session.running else "another torch profiler took the session over"
 
     def warm_up(self) -> None:
         """Get the profiler ready. Raises RecordingError when this is no time for a window."""
@@ -108,9 +118,13 @@ class WindowRecorder:
     def finish(self, trace: Path, *, global_step: int, error: BaseException | None = None) -> RecordedWindow:
         """End the window and write its trace; `error` is what ended it, if something did.
 
-        An open step ends as raised or abandoned. Nothing is waited for when there is an error.
+        The step in which an error came ends as raised; one that was paused or is cut short by the end of the fit
+        is abandoned. Nothing is waited for when there is an error.
         """
-        self._brackets.close(StepOutcome.ABANDONED if error is None else StepOutcome.RAISED)
+        was_running = self._brackets.pause()
+        self._brackets.close(
+            StepOutcome.RAISED if error is not None and was_running else StepOutcome.ABANDONED
+        )
         lost: str | None = None
         try:
             if error is None:
@@ -157,7 +171,7 @@ class WindowRecorder:
                 (
                     GapReason.MODE_DISPLACED,
                     1,
-                    "another dispatch mode was on where ours had to go on or come off",
+                    _DISPLACED,
                 )
             )
         if error is not None:

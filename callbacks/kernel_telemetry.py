@@ -1,0 +1,359 @@
+"""Record kernel telemetry during a Lightning fit (the Trainer's hooks -> FitRecorder -> outbox -> MLflow run)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from tlk_tracking.environment import describe_environment
+from tlk_tracking.errors import ConfigurationError
+from tlk_tracking.fit_recorder import FitFacts, FitRecorder
+from tlk_tracking.mlflow_tracking import current_tracking_uri
+from tlk_tracking.outbox import DEFAULT_FOLDER, Destination, Outbox
+from tlk_tracking.profiling_window import WindowSchedule
+from tlk_tracking.records import Environment
+from tlk_tracking.torch_private import dispatch_mode_stack
+from tlk_tracking.window_worker import WindowWorker
+
+# One library under two names; either's Trainer takes either's callbacks, and loading both takes seconds.
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+# How long an error that ended the fit may wait for the upload of what was recorded.
+_DRAIN_AFTER_ERROR_S = 5.0
+
+_log = logging.getLogger(__name__)
+_Arguments = ParamSpec("_Arguments")
+
+
+def _guarded(
+    hook: Callable[Concatenate[KernelTelemetry, Trainer, _Arguments], None],
+) -> Callable[Concatenate[KernelTelemetry, Trainer, _Arguments], None]:
+    """Turn an error of our own in a hook into one warning; the window ends there and training goes on."""
+
+    @functools.wraps(hook)
+    def run(
+        self: KernelTelemetry, trainer: Trainer, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> None:
+        try:
+            hook(self, trainer, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - telemetry never ends a training run, whatever is wrong with it
+            self._give_up(trainer, error)
+
+    return run
+
+
+class KernelTelemetry(Callback):
+    """Record windows of training steps and put what their kernels were into the Trainer's MLflow run.
+
+    Args:
+        every_n_steps: distance from the first warm-up step of one window to that of the next, in batches.
+        skip_first: the step at which the first warm-up begins.
+        warmup: steps in which the profiler gets ready.
+        active: recorded steps of each window.
+        max_windows: no more windows than this in one fit.
+        min_interval_s: a window that comes due sooner than this after the last one is left out.
+        at_steps: first recorded step of each window, instead of `every_n_steps`, `skip_first` and
+            `min_interval_s`.
+        synchronize: wait for the device before the first and after the last recorded step of a window.
+        upload_timeout_s: how long the end of a fit may wait for what is still to be sent.
+        outbox: folder in which windows wait until they are sent; by default below the Trainer's
+            `default_root_dir`.
+        run_id: MLflow run to write to, instead of the run of the Trainer's MLFlowLogger.
+        tracking_uri: where `run_id` is; by default where MLflow itself is set to.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 1000,
+        skip_first: int = 10,
+        warmup: int = 3,
+        active: int = 3,
+        max_windows: int = 10,
+        min_interval_s: float = 60.0,
+        at_steps: list[int] | None = None,
+        synchronize: bool = True,
+        upload_timeout_s: float = 30.0,
+        outbox: str | Path | None = None,
+        run_id: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._schedule = WindowSchedule(
+            every_n_steps=every_n_steps,
+            skip_first=skip_first,
+            warmup=warmup,
+            active=active,
+            max_windows=max_windows,
+            min_interval_s=min_interval_s,
+            at_steps=None if at_steps is None else tuple(at_steps),
+        )
+        if isinstance(upload_timeout_s, bool) or not 0 <= upload_timeout_s < float("inf"):
+            raise ConfigurationError(
+                f"upload_timeout_s={upload_timeout_s!r}; give a number of seconds of 0 or more"
+            )
+        if tracking_uri is not None and run_id is None:
+            raise ConfigurationError(
+                f"tracking_uri={tracking_uri!r} without a run; give run_id too, or neither"
+            )
+        self._synchronize = synchronize
+        self._upload_timeout_s = upload_timeout_s
+        self._outbox = outbox
+        self._run_id = run_id
+        self._tracking_uri = tracking_uri
+        # Of one fit:
+        self._fit: FitRecorder | None = None
+        self._worker: WindowWorker | None = None
+        self._requested = False
+        self._give_back_save: Callable[[], None] | None = None
+
+    def request_window(self) -> None:
+        """Ask for a window at the next step, whatever the schedule says; from any thread."""
+        self._requested = True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the run and get ready for a fit. Raises ConfigurationError when there is nowhere to log to."""
+        self._leave()
+        if stage != "fit":
+            return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it from outside the class
+            if trainer.is_global_zero:
+                _log.warning("fast_dev_run: KernelTelemetry records no window")
+            return
+        outbox = Outbox(self._outbox_folder(trainer))
+        token, destination = self._agree(trainer)
+        self._worker = WindowWorker(outbox, destination, upload_timeout_s=self._upload_timeout_s)
+        facts = FitFacts(
+            token=token,
+            base=dispatch_mode_stack(),
+            synchronize=self._synchronize,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            destination=destination,
+            environment=lambda: _describe(trainer),
+        )
+        self._fit = FitRecorder(
+            self._schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
+        )
+
+    @_guarded
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the first step of this fit."""
+        if self._fit is not None and self._worker is not None:
+            self._worker.start()
+            self._pass_boundary(trainer, self._fit)
+
+    @_guarded
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note that the batch is on the device."""
+        if self._fit is not None and self._fit.is_open:
+            self._fit.begin_batch(trainer.fit_loop.total_batch_idx)
+
+    @_guarded
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End this batch's step and begin the next one: between windows, one comparison."""
+        fit = self._fit
+        if fit is not None and (
+            trainer.fit_loop.total_batch_idx + 1 >= fit.attention_step or self._requested
+        ):
+            self._pass_boundary(trainer, fit)
+
+    @_guarded
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave validation out of the step that comes next."""
+        if self._fit is not None:
+            self._fit.pause()
+
+    @_guarded
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the step that comes next."""
+        if self._fit is not None:
+            self._fit.resume()
+
+    @_guarded
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the end of the epoch out of the step that comes next."""
+        if self._fit is not None:
+            self._fit.pause()
+
+    @_guarded
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the step that comes next."""
+        if self._fit is not None:
+            self._fit.resume()
+
+    @_guarded
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the window that is open with what it has."""
+        self._stop_pausing_saves()
+        if self._fit is not None:
+            self._fit.end(trainer.fit_loop.total_batch_idx + 1)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what the open window has, before the logger is finalized; `exception` is the one that goes on."""
+        try:
+            self._stop_pausing_saves()
+            if self._fit is not None:
+                self._fit.fail(exception)
+            if self._worker is not None:
+                self._worker.drain(min(self._upload_timeout_s, _DRAIN_AFTER_ERROR_S))
+        except BaseException as error:  # noqa: BLE001 - a second Ctrl-C too: what we raise would replace the first error
+            _log.warning(
+                "KernelTelemetry could not keep its window after %s: %r", type(exception).__name__, error
+            )
+        self._leave()
+
+    @_guarded
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait, within `upload_timeout_s`, for what is still to be sent, and take off whatever is on."""
+        try:
+            self._stop_pausing_saves()
+            if self._worker is not None:
+                self._worker.drain(self._upload_timeout_s)
+        finally:
+            self._leave()
+
+    def _pass_boundary(self, trainer: Trainer, fit: FitRecorder) -> None:
+        if self._requested:
+            self._requested = False
+            fit.request()
+        fit.before_step(trainer.fit_loop.total_batch_idx + 1)
+        if fit.is_marking:
+            self._pause_saves(trainer, fit)
+        else:
+            self._stop_pausing_saves()
+
+    def _pause_saves(self, trainer: Trainer, fit: FitRecorder) -> None:
+        """Leave saving a checkpoint out of the step that comes next.
+
+        Lightning has a hook in the middle of saving and none at its end, and checkpoint callbacks run after all
+        others; so the Trainer's method itself is wrapped, while steps are recorded.
+        """
+        if self._give_back_save is not None:
+            return
+        own = vars(trainer).get("save_checkpoint")
+        save = trainer.save_checkpoint
+
+        @functools.wraps(save)
+        def save_paused(*args: Any, **kwargs: Any) -> None:
+            was_open = fit.pause()
+            try:
+                save(*args, **kwargs)
+            finally:
+                if was_open:
+                    fit.resume()
+
+        def give_back() -> None:
+            if vars(trainer).get("save_checkpoint") is save_paused:
+                vars(trainer).pop("save_checkpoint")
+                if own is not None:
+                    vars(trainer)["save_checkpoint"] = own
+
+        vars(trainer)["save_checkpoint"] = save_paused
+        self._give_back_save = give_back
+
+    def _stop_pausing_saves(self) -> None:
+        give_back, self._give_back_save = self._give_back_save, None
+        if give_back is not None:
+            give_back()
+
+    def _give_up(self, trainer: Trainer, error: Exception) -> None:
+        """Say what is wrong with us, and record nothing more in this fit."""
+        _log.warning(
+            "KernelTelemetry failed at step %d and records nothing more in this fit; training goes on",
+            trainer.fit_loop.total_batch_idx,
+            exc_info=error,
+        )
+        fit, self._fit = self._fit, None
+        try:
+            self._stop_pausing_saves()
+            if fit is not None:
+                fit.close()
+        except Exception:  # noqa: BLE001 - said above already
+            _log.debug("closing after that failed too", exc_info=True)
+
+    def _leave(self) -> None:
+        """Take off whatever is on; for the end of a fit, whichever way it came, any number of times."""
+        fit, self._fit = self._fit, None
+        worker, self._worker = self._worker, None
+        self._requested = False
+        try:
+            self._stop_pausing_saves()
+            if fit is not None:
+                fit.close()
+            if worker is not None:
+                worker.close()
+        except Exception as error:  # noqa: BLE001 - there may be an error of the user's on its way
+            _log.warning("KernelTelemetry could not close: %r", error)
+
+    def _agree(self, trainer: Trainer) -> tuple[str, Destination]:
+        """Return the fit's token and its run, as rank zero has them: other ranks' loggers know no run."""
+        found: tuple[str, str | None, str] = ("", None, "")
+        if trainer.is_global_zero:
+            try:
+                destination = self._find_destination(trainer)
+                found = (secrets.token_hex(16), destination.run_id, destination.tracking_uri)
+            except ConfigurationError as error:
+                found = ("", None, str(error))  # not raised here: the other ranks would wait for ever
+        token, run_id, uri_or_problem = trainer.strategy.broadcast(found)
+        if run_id is None:
+            raise ConfigurationError(uri_or_problem)
+        return token, Destination(run_id=run_id, tracking_uri=uri_or_problem)
+
+    def _find_destination(self, trainer: Trainer) -> Destination:
+        if self._run_id is not None:
+            return Destination(run_id=self._run_id, tracking_uri=self._tracking_uri or current_tracking_uri())
+        for logger in trainer.loggers:
+            # By name: the class has two homes, and a class of either is not one of the other.
+            if any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__):
+                run_id, client = getattr(logger, "run_id", None), getattr(logger, "experiment", None)
+                if isinstance(run_id, str) and client is not None:
+                    return Destination(run_id=run_id, tracking_uri=str(client.tracking_uri))
+        raise ConfigurationError(
+            "KernelTelemetry has no MLflow run to write to. Give the Trainer an MLFlowLogger "
+            '(Trainer(logger=MLFlowLogger(tracking_uri="sqlite:///mlflow.db"))), or give the run itself: '
+            "KernelTelemetry(run_id=mlflow.active_run().info.run_id)"
+        )
+
+    def _outbox_folder(self, trainer: Trainer) -> Path:
+        if self._outbox is not None:
+            return Path(self._outbox)
+        if "://" in trainer.default_root_dir:
+            raise ConfigurationError(
+                f"default_root_dir={trainer.default_root_dir!r} is not a folder of this machine; give "
+                "KernelTelemetry(outbox=...) one"
+            )
+        return Path(trainer.default_root_dir) / DEFAULT_FOLDER
+
+
+def _describe(trainer: Trainer) -> Environment:
+    packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
+    return replace(
+        describe_environment(),
+        lightning=None if package is None else version(package),
+        precision=str(trainer.precision),
+        strategy=type(trainer.strategy).__name__,
+        world_size=trainer.world_size,
+    )

@@ -1,0 +1,258 @@
+"""Record the windows of one fit and hand each to the window worker (steps of a training loop -> raw windows)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tlk_tracking.errors import RecordingError, TlkError
+from tlk_tracking.markers import call_table
+from tlk_tracking.outbox import CALLS_FILE, TRACE_FILE, Destination, Outbox
+from tlk_tracking.profiling_window import StepAction, WindowProgress, WindowSchedule, decide, next_due
+from tlk_tracking.records import Environment, Phase, StepOutcome, WindowFacts, WindowSource
+from tlk_tracking.window_recorder import (
+    RecordedWindow,
+    WindowPlan,
+    WindowRecorder,
+    session_id,
+    skipped_window,
+)
+from tlk_tracking.window_worker import WindowWorker
+
+NEVER = sys.maxsize
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitFacts:
+    """What is the same for every window of a fit.
+
+    Attributes:
+        token: drawn afresh for each fit and shared by its ranks; sessions are made from it.
+        base: the dispatch modes that were on when the fit began.
+        synchronize: whether to wait for the device at both ends of the recorded steps.
+        destination: the run that windows go to, or None to leave them in the outbox.
+        environment: called once a window.
+    """
+
+    token: str
+    base: tuple[TorchDispatchMode, ...]
+    synchronize: bool
+    rank: int
+    world_size: int
+    destination: Destination | None
+    environment: Callable[[], Environment]
+
+
+class FitRecorder:
+    """The windows of one fit, on the thread that trains. Steps are numbered as the training loop numbers them.
+
+    Call `before_step` at each boundary between two steps, `begin_batch` once the batch is on the device, `end` or
+    `fail` when the fit is over, and `close` in any case. Between windows only a `before_step` of a step not
+    below `attention_step` does anything.
+
+    Attributes:
+        attention_step: the first step whose `before_step` has something to do.
+    """
+
+    def __init__(
+        self,
+        schedule: WindowSchedule,
+        facts: FitFacts,
+        *,
+        outbox: Outbox,
+        worker: WindowWorker,
+        global_step: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._schedule = schedule
+        self._facts = facts
+        self._outbox = outbox
+        self._worker = worker
+        self._global_step = global_step
+        self._clock = clock
+        self._progress = WindowProgress()
+        self._recorder: WindowRecorder | None = None
+        self._stuck: list[WindowRecorder] = []
+        self._skip_reasons: set[str] = set()
+        self.attention_step = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is open, in its warm-up or recording."""
+        return self._recorder is not None
+
+    @property
+    def is_marking(self) -> bool:
+        """Whether a step's bracket is open or paused."""
+        return self._recorder is not None and self._recorder.step is not None
+
+    def request(self) -> None:
+        """Let a window begin at the next step, whatever the schedule says."""
+        if self._recorder is None:
+            self._progress = replace(self._progress, requested=True)
+
+    def before_step(self, step: int) -> None:
+        """Note that the step before `step` is over, and do what `step` needs."""
+        self._stuck = [recorder for recorder in self._stuck if not recorder.close()]
+        recorder = self._recorder
+        if recorder is not None and recorder.step is not None:
+            recorder.end_step(StepOutcome.COMPLETE)
+            if recorder.trouble is not None:
+                _log.warning("the window at step %d ends here: %s", step - 1, recorder.trouble)
+                self._finish()
+        action = self._decide(step)
+        if action is StepAction.CLOSE:
+            self._finish()
+            action = self._decide(step)
+        if action in (StepAction.WARM_UP, StepAction.RECORD) and self._recorder is None:
+            self._open(step)
+        if action is StepAction.RECORD and self._recorder is not None:
+            self._begin(self._recorder, step)
+        self._look_ahead(step)
+
+    def begin_batch(self, step: int) -> None:
+        """Note that the batch of `step` is on the device: what runs from here on is the step's own."""
+        if self._recorder is None or self._recorder.step is None:
+            return
+        if self._recorder.step != step:
+            # Its range has another number, and the copies of this batch are in it: no bracket for this batch.
+            self._recorder.end_step(StepOutcome.ABANDONED)
+            return
+        self._recorder.resume()
+        self._recorder.enter_phase(Phase.FORWARD)
+
+    def pause(self) -> bool:
+        """Leave what comes out of the open step; return whether there was one to be left out of."""
+        return self._recorder is not None and self._recorder.pause()
+
+    def resume(self) -> None:
+        """Go on with the paused step, if there is one."""
+        if self._recorder is not None:
+            self._recorder.resume()
+
+    def end(self, step: int) -> None:
+        """Note that the fit is over before `step`: an open step is none, an open window ends with what it has."""
+        if self._recorder is not None and not self._recorder.has_begun:
+            _log.warning(
+                "the fit ended before step %d, in the warm-up of the window that would have begun with step %d; "
+                "there is no window",
+                step,
+                self._recorder.plan.first_step,
+            )
+            self._drop()
+        elif self._recorder is not None:
+            self._finish()
+        elif self._progress.begun == 0 and (due := next_due(step, self._schedule, progress=self._progress)):
+            _log.warning("the fit ended before step %d; its first window was due at step %d", step, due)
+        self.attention_step = NEVER
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the open window has, marked with the type of the error that ended the fit; wait for nothing."""
+        if self._recorder is not None and self._recorder.has_begun:
+            self._finish(error)
+        self.close()
+
+    def close(self) -> None:
+        """Take off whatever is on, without saving; does nothing the second time."""
+        self.attention_step = NEVER
+        self._drop()
+        self._stuck = [recorder for recorder in self._stuck if not recorder.close()]
+
+    def _decide(self, step: int) -> StepAction:
+        return decide(step, self._schedule, progress=self._progress, now_s=self._clock())
+
+    def _look_ahead(self, step: int) -> None:
+        if self._recorder is not None or self._stuck:
+            self.attention_step = step
+            return
+        due = next_due(step + 1, self._schedule, progress=self._progress)
+        self.attention_step = NEVER if due is None else due
+
+    def _open(self, step: int) -> None:
+        self._progress = self._progress.opened(step)
+        recorder = WindowRecorder(self._plan(step), base=self._facts.base)
+        try:
+            recorder.warm_up()
+        except RecordingError as error:
+            self._skip(recorder, str(error))
+            return
+        self._recorder = recorder
+
+    def _begin(self, recorder: WindowRecorder, step: int) -> None:
+        try:
+            recorder.begin_step(step, phase=Phase.BEFORE_BATCH)
+        except RecordingError as error:
+            self._drop()
+            self._skip(recorder, str(error))
+
+    def _plan(self, step: int) -> WindowPlan:
+        first_step = step + self._schedule.warmup
+        return WindowPlan(
+            session=session_id(self._facts.token, first_step=first_step),
+            source=WindowSource.CALLBACK,
+            first_step=first_step,
+            warmup=self._schedule.warmup,
+            requested=self._schedule.active,
+            synchronize=self._facts.synchronize,
+            rank=self._facts.rank,
+            world_size=self._facts.world_size,
+            environment=self._facts.environment(),
+        )
+
+    def _skip(self, recorder: WindowRecorder, reason: str) -> None:
+        """Keep a record that a window was due, so that its run does not look as if all was seen."""
+        self._progress = self._progress.closed(self._clock())
+        if reason not in self._skip_reasons:
+            self._skip_reasons.add(reason)
+            _log.warning("the window due at step %d is skipped: %s", recorder.plan.first_step, reason)
+        facts = skipped_window(recorder.plan, reason=reason, global_step=self._global_step())
+        self._hand_over(lambda _: facts)
+
+    def _drop(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._progress = self._progress.closed(self._clock())
+            if not recorder.close():
+                self._stuck.append(recorder)
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            return
+
+        def record(folder: Path) -> WindowFacts:
+            return _write(
+                recorder.finish(folder / TRACE_FILE, global_step=self._global_step(), error=error), folder
+            )
+
+        try:
+            self._hand_over(record)
+        finally:
+            self._drop()
+
+    def _hand_over(self, record: Callable[[Path], WindowFacts]) -> None:
+        """Make a raw window of what `record` puts into its folder, and submit it; say so when that cannot be."""
+        try:
+            folder = self._outbox.open_window()
+            try:
+                window = self._outbox.seal_window(folder, record(folder), self._facts.destination)
+            except BaseException:
+                self._outbox.discard_window(folder)
+                raise
+            self._worker.submit(window)
+        except (TlkError, OSError) as error:
+            _log.warning("a window is lost: %s", error)
+
+
+def _write(recorded: RecordedWindow, folder: Path) -> WindowFacts:
+    pq.write_table(call_table(recorded.calls), folder / CALLS_FILE)
+    return recorded.facts
