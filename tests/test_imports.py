@@ -21,7 +21,8 @@ FLOW = """
     nested_ranges lost_launches correlation
     totals launch_summary
     manifest annotation_checks annotation
-    annotation_tables ops_file annotate
+    annotation_tables ops_file annotate trace_set
+    timeline perfetto
     summary
     outbox
     request_limits run_artifacts run_record mlflow_tracking
@@ -31,7 +32,7 @@ FLOW = """
     regression run_history
     report
     recording
-    record_probe doctor
+    doctor_lines record_probe doctor
     cli
 """
 ORDER = {stage: place for place, stage in enumerate(FLOW.split())}

@@ -13,6 +13,8 @@ from tlk_tracking.errors import TlkError
 # Verb -> (module below this package, what `tlk --help` says of it).
 _VERBS = {
     "compare": ("compare", "Say what changed between two or more annotations or runs."),
+    "doctor": ("doctor", "Say what can be recorded here and where it would go."),
+    "export": ("export", "Write a window as a timeline for ui.perfetto.dev."),
     "history": ("history", "Show one number over the runs of an experiment."),
     "import": ("import_", "Make an annotation of a Kineto trace."),
     "report": ("report", "Write one annotation as a self-contained HTML page."),
