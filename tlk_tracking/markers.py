@@ -82,6 +82,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._owner = threading.get_ident()
         self._locate = locate
         self._prefix = f"{MARKER_PREFIX}{session}::op::"
+        self._phase_prefix = f"{MARKER_PREFIX}{session}::phase::"
         self._functions: list[object] = []  # held, so that no other function gets the id of one we know
         self._known: dict[int, tuple[Callable[..., Any], int]] = {}
         self._operators: list[tuple[str, str | None]] = []
@@ -110,7 +111,10 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         """Note that the owner's thread is in `phase` outside autograd; return the one it leaves."""
         left = _PHASES[self._phase]
         self._phase = _PHASES.index(phase)
-        return left
+        with NamedRange(
+            f"{self._phase_prefix}{phase}"
+        ):  # a moment: the trace itself says when the phase began
+            return left
 
     # Any: every call of torch passes here, with any arguments.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

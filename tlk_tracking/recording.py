@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
@@ -44,10 +45,11 @@ class Recording:
 
 
 @contextmanager
-def record_kernels(*, synchronize: bool = True) -> Iterator[Recording]:
+def record_kernels(*, model: nn.Module | None = None, synchronize: bool = True) -> Iterator[Recording]:
     """Record the block as one step, number 0, and annotate it when it ends, also when it raises.
 
     Args:
+        model: the calls are named after the parts of this module (`model.named_modules()`); None leaves that open.
         synchronize: wait for the device when the recording begins and ends, so that no kernel of before is in it
             and every kernel of the block is.
 
@@ -67,7 +69,7 @@ def record_kernels(*, synchronize: bool = True) -> Iterator[Recording]:
         rank=torch.distributed.get_rank() if distributed else 0,
         world_size=torch.distributed.get_world_size() if distributed else 1,
     )
-    recorder = WindowRecorder(plan, base=dispatch_mode_stack())
+    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model)
     warm_start()
     try:
         recorder.warm_up()

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.markers import CallMarkers
+from tlk_tracking.modules import ModuleTracker
 from tlk_tracking.records import MARKER_PREFIX, Phase, StepBracket, StepOutcome
 from tlk_tracking.torch_private import (
     NamedRange,
@@ -34,7 +35,14 @@ class StepBrackets:
         steps: the brackets that have ended, in order.
     """
 
-    def __init__(self, session: str, *, calls: CallMarkers, base: tuple[TorchDispatchMode, ...]) -> None:
+    def __init__(
+        self,
+        session: str,
+        *,
+        calls: CallMarkers,
+        base: tuple[TorchDispatchMode, ...],
+        modules: ModuleTracker | None = None,
+    ) -> None:
         self.displaced = False
         self.steps: list[StepBracket] = []
         self._calls = calls
@@ -44,6 +52,7 @@ class StepBrackets:
         self._range: _Range | None = None
         self._phase = Phase.OTHER
         self._optimizers = _OptimizerPhase(calls)
+        self._modules = modules
 
     @property
     def step(self) -> int | None:
@@ -54,6 +63,8 @@ class StepBrackets:
         """Begin the bracket of `step` in `phase`."""
         self._step = self._calls.step = step
         self._phase = phase
+        if self._modules is not None:
+            self._modules.begin_step()
         self.resume()
 
     def enter_phase(self, phase: Phase) -> None:
@@ -67,6 +78,8 @@ class StepBrackets:
         if opened is None:
             return False
         self._optimizers.remove()
+        if self._modules is not None:
+            self._modules.detach()
         self._calls.recording = False
         if not self._pop():
             self.displaced = True
@@ -87,6 +100,8 @@ class StepBrackets:
         push_dispatch_mode(self._calls)
         self._calls.recording = True
         self._optimizers.install()
+        if self._modules is not None:
+            self._modules.attach()
 
     def close(self, outcome: StepOutcome) -> None:
         """End the bracket. Does nothing when none is open."""

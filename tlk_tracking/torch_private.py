@@ -20,6 +20,12 @@ NamedRange = _RecordFunctionFast
 # The autograd node that this thread is running, or None, which torch's own type leaves out.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
+# The number that the next autograd node made in this thread will get.
+next_sequence_number = torch._C._autograd._get_sequence_nr
+
+# The kind of autograd node that adds to a leaf's gradient; `variable` is the leaf.
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
+
 
 class SessionFlag(int):
     """What our sessions put where torch keeps its "a profiler runs": as true or false as torch's own, but ours.
@@ -90,3 +96,26 @@ def has_compiled() -> bool:
     """Return whether Dynamo has compiled anything in this process; does not load it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
+
+
+class CompileWatch:
+    """Call `before` when Dynamo begins to compile and `after` when it has ended, as long as the watch is on."""
+
+    def __init__(self, *, before: Callable[[], None], after: Callable[[], None]) -> None:
+        # Slow the first time, but a compilation that comes later must not find us unprepared.
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        self._before, self._after = (lambda *_: before()), (lambda *_: after())
+
+    def begin(self) -> None:
+        """Begin to watch."""
+        self._handler.register_start_callback(self._before)
+        self._handler.register_end_callback(self._after)
+
+    def end(self) -> None:
+        """Stop watching. Does nothing when the watch is off, also when `torch._dynamo.reset()` took it off."""
+        if self._before in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._before)
+        if self._after in self._handler.end_callbacks:
+            self._handler.remove_end_callback(self._after)

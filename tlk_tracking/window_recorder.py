@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import RecordingError
-from tlk_tracking.markers import CallMarkers, CallRows, LocateModule
+from tlk_tracking.markers import CallMarkers, CallRows
+from tlk_tracking.modules import ModuleTracker
 from tlk_tracking.profiler_session import ProfilerSession
 from tlk_tracking.records import (
     Environment,
@@ -60,13 +62,16 @@ class WindowRecorder:
     """
 
     def __init__(
-        self, plan: WindowPlan, *, base: tuple[TorchDispatchMode, ...], locate: LocateModule | None = None
+        self, plan: WindowPlan, *, base: tuple[TorchDispatchMode, ...], root: nn.Module | None = None
     ) -> None:
         self.plan = plan
         self._has_device = torch.cuda.is_available()
         self._session = ProfilerSession(device=self._has_device, synchronize=plan.synchronize)
-        self._calls = CallMarkers(plan.session, locate=locate)
-        self._brackets = StepBrackets(plan.session, calls=self._calls, base=base)
+        self._modules = None if root is None else ModuleTracker(plan.session, root=root)
+        self._calls = CallMarkers(
+            plan.session, locate=None if self._modules is None else self._modules.locate
+        )
+        self._brackets = StepBrackets(plan.session, calls=self._calls, base=base, modules=self._modules)
         self._started = False
 
     @property
@@ -84,9 +89,14 @@ class WindowRecorder:
         """Why the window cannot go on, or None when it can."""
         if self._brackets.displaced:
             return _DISPLACED
-        if self._calls.fault is not None:
-            return f"the recorder itself failed with {type(self._calls.fault).__name__}: {self._calls.fault}"
+        fault = self._fault
+        if fault is not None:
+            return f"the recorder itself failed with {type(fault).__name__}: {fault}"
         return None if self._session.running else "another torch profiler took the session over"
+
+    @property
+    def _fault(self) -> Exception | None:
+        return self._calls.fault or (None if self._modules is None else self._modules.fault)
 
     def warm_up(self) -> None:
         """Get the profiler ready. Raises RecordingError when this is no time for a window."""
@@ -178,8 +188,8 @@ class WindowRecorder:
             found.append((GapReason.CAPTURE_RAISED, 1, type(error).__name__))
         complete = sum(bracket.outcome is StepOutcome.COMPLETE for bracket in self._brackets.steps)
         why = [f"{complete} of {self.plan.requested} steps were recorded"]
-        if self._calls.fault is not None:
-            why.append(f"the recorder itself failed with {type(self._calls.fault).__name__}")
+        if self._fault is not None:
+            why.append(f"the recorder itself failed with {type(self._fault).__name__}")
         if lost is not None:
             why.append(lost)
         if complete < self.plan.requested or len(why) > 1:
