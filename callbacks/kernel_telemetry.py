@@ -122,7 +122,7 @@ class KernelTelemetry(Callback):
         self._fit: FitRecorder | None = None
         self._worker: WindowWorker | None = None
         self._requested = False
-        self._give_back_save: Callable[[], None] | None = None
+        self._wrapped: list[Callable[[], None]] = []
 
     def request_window(self) -> None:
         """Ask for a window at the next step, whatever the schedule says; from any thread."""
@@ -139,7 +139,7 @@ class KernelTelemetry(Callback):
             return
         outbox = Outbox(self._outbox_folder(trainer))
         token, destination = self._agree(trainer)
-        self._worker = WindowWorker(outbox, destination, upload_timeout_s=self._upload_timeout_s)
+        self._worker = self._make_worker(outbox, destination)
         facts = FitFacts(
             token=token,
             base=dispatch_mode_stack(),
@@ -148,6 +148,7 @@ class KernelTelemetry(Callback):
             world_size=trainer.world_size,
             destination=destination,
             environment=lambda: _describe(trainer),
+            root=pl_module,
         )
         self._fit = FitRecorder(
             self._schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
@@ -206,14 +207,14 @@ class KernelTelemetry(Callback):
     @_guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the window that is open with what it has."""
-        self._stop_pausing_saves()
+        self._unwrap()
         if self._fit is not None:
             self._fit.end(trainer.fit_loop.total_batch_idx + 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep what the open window has, before the logger is finalized; `exception` is the one that goes on."""
         try:
-            self._stop_pausing_saves()
+            self._unwrap()
             if self._fit is not None:
                 self._fit.fail(exception)
             if self._worker is not None:
@@ -228,11 +229,14 @@ class KernelTelemetry(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait, within `upload_timeout_s`, for what is still to be sent, and take off whatever is on."""
         try:
-            self._stop_pausing_saves()
+            self._unwrap()
             if self._worker is not None:
                 self._worker.drain(self._upload_timeout_s)
         finally:
             self._leave()
+
+    def _make_worker(self, outbox: Outbox, destination: Destination) -> WindowWorker:
+        return WindowWorker(outbox, destination, upload_timeout_s=self._upload_timeout_s)
 
     def _pass_boundary(self, trainer: Trainer, fit: FitRecorder) -> None:
         if self._requested:
@@ -240,43 +244,36 @@ class KernelTelemetry(Callback):
             fit.request()
         fit.before_step(trainer.fit_loop.total_batch_idx + 1)
         if fit.is_marking:
-            self._pause_saves(trainer, fit)
+            self._wrap(trainer, fit)
         else:
-            self._stop_pausing_saves()
+            self._unwrap()
 
-    def _pause_saves(self, trainer: Trainer, fit: FitRecorder) -> None:
-        """Leave saving a checkpoint out of the step that comes next.
+    def _wrap(self, trainer: Trainer, fit: FitRecorder) -> None:
+        """Leave validation and saving a checkpoint out of the step that comes next, while steps are recorded.
 
-        Lightning has a hook in the middle of saving and none at its end, and checkpoint callbacks run after all
-        others; so the Trainer's method itself is wrapped, while steps are recorded.
+        Lightning's hooks are not enough: it loads validation batches before `on_validation_start`, has no hook at
+        the end of saving, and runs checkpoint callbacks after all others.
         """
-        if self._give_back_save is not None:
-            return
-        own = vars(trainer).get("save_checkpoint")
-        save = trainer.save_checkpoint
+        if not self._wrapped:
+            for owner, name in ((trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")):
+                self._wrapped.append(
+                    _wrap_method(
+                        owner,
+                        name,
+                        before=lambda: self._try(trainer, fit.pause),
+                        after=lambda: self._try(trainer, fit.resume),
+                    )
+                )
 
-        @functools.wraps(save)
-        def save_paused(*args: Any, **kwargs: Any) -> None:
-            was_open = fit.pause()
-            try:
-                save(*args, **kwargs)
-            finally:
-                if was_open:
-                    fit.resume()
+    def _unwrap(self) -> None:
+        while self._wrapped:
+            self._wrapped.pop()()
 
-        def give_back() -> None:
-            if vars(trainer).get("save_checkpoint") is save_paused:
-                vars(trainer).pop("save_checkpoint")
-                if own is not None:
-                    vars(trainer)["save_checkpoint"] = own
-
-        vars(trainer)["save_checkpoint"] = save_paused
-        self._give_back_save = give_back
-
-    def _stop_pausing_saves(self) -> None:
-        give_back, self._give_back_save = self._give_back_save, None
-        if give_back is not None:
-            give_back()
+    def _try(self, trainer: Trainer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - as in a hook
+            self._give_up(trainer, error)
 
     def _give_up(self, trainer: Trainer, error: Exception) -> None:
         """Say what is wrong with us, and record nothing more in this fit."""
@@ -287,7 +284,7 @@ class KernelTelemetry(Callback):
         )
         fit, self._fit = self._fit, None
         try:
-            self._stop_pausing_saves()
+            self._unwrap()
             if fit is not None:
                 fit.close()
         except Exception:  # noqa: BLE001 - said above already
@@ -299,7 +296,7 @@ class KernelTelemetry(Callback):
         worker, self._worker = self._worker, None
         self._requested = False
         try:
-            self._stop_pausing_saves()
+            self._unwrap()
             if fit is not None:
                 fit.close()
             if worker is not None:
@@ -357,3 +354,28 @@ def _describe(trainer: Trainer) -> Environment:
         strategy=type(trainer.strategy).__name__,
         world_size=trainer.world_size,
     )
+
+
+def _wrap_method(
+    owner: Any, name: str, *, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Let `before` and `after` run around a method of one object; return what puts it back as it was."""
+    own = vars(owner).get(name)
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            after()
+
+    def put_back() -> None:
+        if vars(owner).get(name) is run:  # else somebody has wrapped it again: then ours only calls through
+            del vars(owner)[name]
+            if own is not None:
+                vars(owner)[name] = own
+
+    vars(owner)[name] = run
+    return put_back

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.errors import RecordingError, TlkError
@@ -41,6 +42,7 @@ class FitFacts:
         synchronize: whether to wait for the device at both ends of the recorded steps.
         destination: the run that windows go to, or None to leave them in the outbox.
         environment: called once a window.
+        root: the module whose parts the calls are named after.
     """
 
     token: str
@@ -50,6 +52,7 @@ class FitFacts:
     world_size: int
     destination: Destination | None
     environment: Callable[[], Environment]
+    root: nn.Module | None = None
 
 
 class FitRecorder:
@@ -83,6 +86,7 @@ class FitRecorder:
         self._recorder: WindowRecorder | None = None
         self._stuck: list[WindowRecorder] = []
         self._skip_reasons: set[str] = set()
+        self._pauses = 0
         self.attention_step = 0
 
     @property
@@ -127,17 +131,23 @@ class FitRecorder:
             # Its range has another number, and the copies of this batch are in it: no bracket for this batch.
             self._recorder.end_step(StepOutcome.ABANDONED)
             return
-        self._recorder.resume()
+        if self._pauses:
+            self._pauses = 0
+            self._recorder.resume()
         self._recorder.enter_phase(Phase.FORWARD)
 
-    def pause(self) -> bool:
-        """Leave what comes out of the open step; return whether there was one to be left out of."""
-        return self._recorder is not None and self._recorder.pause()
+    def pause(self) -> None:
+        """Leave what comes out of the open step, until as many `resume`s or the step's batch."""
+        if self._recorder is not None and self._recorder.step is not None:
+            self._pauses += 1
+            self._recorder.pause()
 
     def resume(self) -> None:
-        """Go on with the paused step, if there is one."""
-        if self._recorder is not None:
-            self._recorder.resume()
+        """Take one `pause` back; does nothing when there was none."""
+        if self._pauses:
+            self._pauses -= 1
+            if not self._pauses and self._recorder is not None:
+                self._recorder.resume()
 
     def end(self, step: int) -> None:
         """Note that the fit is over before `step`: an open step is none, an open window ends with what it has."""
@@ -179,7 +189,7 @@ class FitRecorder:
 
     def _open(self, step: int) -> None:
         self._progress = self._progress.opened(step)
-        recorder = WindowRecorder(self._plan(step), base=self._facts.base)
+        recorder = WindowRecorder(self._plan(step), base=self._facts.base, root=self._facts.root)
         try:
             recorder.warm_up()
         except RecordingError as error:
@@ -188,6 +198,7 @@ class FitRecorder:
         self._recorder = recorder
 
     def _begin(self, recorder: WindowRecorder, step: int) -> None:
+        self._pauses = 0
         try:
             recorder.begin_step(step, phase=Phase.BEFORE_BATCH)
         except RecordingError as error:
