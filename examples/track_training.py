@@ -16,7 +16,7 @@ from tlk_tracking.callbacks import KernelTelemetry
 VOCABULARY, LENGTH, WIDTH = 32, 24, 64
 
 
-class MostFrequentToken(pl.LightningModule):
+class WhichHalf(pl.LightningModule):
     """Tell which half of the vocabulary a sequence draws most of its tokens from."""
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class MostFrequentToken(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def synthetic_batches(steps: int, batch_size: int = 32) -> DataLoader[tuple[Tensor, ...]]:
-    """Return batches of random token sequences with their labels, enough for `steps` steps."""
-    tokens = torch.randint(VOCABULARY, (steps * batch_size, LENGTH))
-    label = ((tokens < VOCABULARY // 2).sum(dim=1) > LENGTH // 2).long()
-    return DataLoader(TensorDataset(tokens, label), batch_size=batch_size)
+def synthetic_batches(count: int, batch_size: int = 32) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of random token sequences with their labels."""
+    tokens = torch.randint(VOCABULARY, (count, batch_size, LENGTH))
+    label = ((tokens < VOCABULARY // 2).sum(dim=2) > LENGTH // 2).long()
+    return DataLoader(TensorDataset(tokens, label), batch_size=None)
 
 
 def main() -> None:
@@ -57,9 +57,10 @@ def main() -> None:
         logger=logger,
         callbacks=[KernelTelemetry()],
         enable_checkpointing=False,
+        enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(MostFrequentToken(), synthetic_batches(steps=300))
+    trainer.fit(WhichHalf(), synthetic_batches(count=300))
     print(logger.run_id)
 
 
