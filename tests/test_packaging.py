@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -79,13 +82,13 @@ def test_the_callback_is_importable_from_an_editable_install(source_copy: Path, 
     site = tmp_path / "site"
     install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site))
     _python(*install, "-e", str(source_copy))
+    # Without this environment's own editable install (-S) and out of this tree (-P): only the new one can find it.
     program = (
-        "import site, sys; site.addsitedir(sys.argv[1])\n"
+        "import site, sys; site.addsitedir(sys.argv[1]); sys.path.append(sys.argv[2])\n"
         "from tlk_tracking.callbacks import KernelTelemetry, kernel_telemetry\n"
         "print(kernel_telemetry.__file__)"
     )
-    # Out of this tree, so that only the install can find the package.
-    shown = _python("-P", "-c", program, str(site))
+    shown = _python("-P", "-S", "-c", program, str(site), sysconfig.get_path("purelib"))
     assert Path(shown.strip()) == source_copy / "callbacks" / "kernel_telemetry.py"
 
 
@@ -108,3 +111,25 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
     assert sorted(listed) == sorted(
         [".".join(folder.parts) for folder in folders] + ["tlk_tracking.callbacks"]
     )
+
+
+def test_what_is_imported_is_what_is_declared_and_has_its_reason() -> None:
+    imported = {
+        name.split(".")[0]
+        for folder in ("tlk_tracking", "callbacks")
+        for path in (TOP / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _absolute_imports(node)
+    } - {"tlk_tracking", *sys.stdlib_module_names}
+    requirements = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["dependencies"]
+    declared = {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
+    reasons = (TOP / "docs" / "decisions.md").read_text(encoding="utf-8")
+    # MLflow's client has another name as a distribution; pytorch_lightning is the callback's other home.
+    assert {name.replace("mlflow", "mlflow-skinny") for name in imported - {"pytorch_lightning"}} == declared
+    assert [name for name in declared if f"\n| {name} |" not in reasons] == []
+
+
+def _absolute_imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
