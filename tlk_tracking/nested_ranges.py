@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlk_tracking.kineto_events import HostRanges, Int64s
+from tlk_tracking.event_columns import HostRanges
+from tlk_tracking.growing_columns import Int64s
 
 NONE = -1  # an index into nothing; only in index columns inside the pipeline
 
@@ -17,8 +18,8 @@ def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> 
     """
     if not len(ranges) or not len(time_ns):
         return _none(len(time_ns))
-    range_thread = np.zeros(len(ranges), np.int64) if thread is None else ranges.thread
-    time_thread = np.zeros(len(time_ns), np.int64) if thread is None else thread
+    range_thread = np.zeros(len(ranges), np.int64) if thread is None else ranges.thread.astype(np.int64)
+    time_thread = np.zeros(len(time_ns), np.int64) if thread is None else thread.astype(np.int64)
     order = np.lexsort((-ranges.end_ns, ranges.start_ns, range_thread))
     starts, ends, threads = ranges.start_ns[order], ranges.end_ns[order], range_thread[order]
     # One number that sorts by thread, then by start.
