@@ -17,7 +17,7 @@ FLOW = """
     torch_private modules fused markers step_brackets
     profiler_session
     environment window_recorder
-    trace_files trace_blocks kineto_events
+    trace_files trace_blocks growing_columns event_columns kineto_events
     nested_ranges lost_launches correlation
     totals launch_summary
     manifest annotation_checks annotation

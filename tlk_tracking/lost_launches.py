@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import numpy.typing as npt
 
-from tlk_tracking.kineto_events import EventColumns
-
-Bools = npt.NDArray[np.bool_]
+from tlk_tracking.event_columns import EventColumns
+from tlk_tracking.growing_columns import Bools
 
 LAUNCH_APIS = re.compile(
     r"(?:cudaLaunchKernel|cudaLaunchKernelExC|cudaLaunchCooperativeKernel|cudaLaunchCooperativeKernelMultiDevice"
