@@ -163,7 +163,14 @@ def _sum_times(within: pa.Table) -> dict[str, float]:
     start_ns = timed["start_ns"].to_numpy().astype(np.int64)
     device = pc.fill_null(timed["device"], -1).to_numpy()
     busy = sum(union_ns(start_ns[device == d], duration_ns[device == d]) for d in np.unique(device))
-    return {"device_time_us": int(duration_ns.sum()) / 1000, "device_busy_us": busy / 1000}
+    return {"device_time_us": sum_ns(duration_ns) / 1000, "device_busy_us": busy / 1000}
+
+
+def sum_ns(durations: npt.NDArray[np.int64]) -> int:
+    """Return the sum of non-negative durations, exact also where it exceeds 64 bits."""
+    if len(durations) * int(durations.max(initial=0)) < 2**63:
+        return int(durations.sum())
+    return sum(durations.tolist())
 
 
 def union_ns(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]) -> int:
