@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 Bools = npt.NDArray[np.bool_]
 
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
-MAX_TIME_US = 2.0**62 / 1000
+MAX_TIME_US = 2.0**61 / 1000
 _ROWS_AT_ONCE = 1 << 16
 
 

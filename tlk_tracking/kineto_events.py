@@ -36,7 +36,7 @@ KIND_OF_CATEGORY = {
 }
 _MARKER = re.compile(MARKER_PREFIX + "([0-9a-f]{8}::(?:op|step))::([0-9]{1,16})")
 _MAX_NUMBER = 2**53
-_PROFILER_STEP = re.compile(r"ProfilerStep#([0-9]{1,18})")
+_PROFILER_STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
 _NO_ARGS = EventArgs()
 
 
