@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from tlk_tracking.errors import RecordingError
+from tlk_tracking.profiler_session import ProfilerSession
+from tlk_tracking.torch_private import NamedRange, profiled_here, profiler_flag
+
+
+def session() -> ProfilerSession:
+    return ProfilerSession(device=False, synchronize=True)
+
+
+def started() -> ProfilerSession:
+    made = session()
+    made.prepare(steps=1)
+    made.start()
+    return made
+
+
+def theirs() -> profile:
+    return profile(activities=[ProfilerActivity.CPU])
+
+
+def record(opened: profile) -> int:
+    """Return how many calls of one operator somebody's own profiler saw."""
+    torch.ones(2).neg()
+    opened.stop()
+    assert opened.profiler is not None
+    assert opened.profiler.kineto_results is not None
+    return [event.name() for event in opened.profiler.kineto_results.events()].count("aten::neg")
+
+
+def a_plain_session_works() -> bool:
+    opened = theirs()
+    opened.start()
+    return record(opened) == 1 and not profiler_flag() and not profiled_here()
+
+
+def names(trace: Path) -> list[str]:
+    return [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+
+
+def in_thread(action: Callable[[], object]) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def test_what_runs_between_start_and_stop_is_in_the_trace(tmp_path: Path) -> None:
+    made = session()
+    made.prepare(steps=2)
+    with NamedRange("before"):
+        pass
+    made.start()
+    with NamedRange("inside"):
+        pass
+    made.stop(tmp_path / "trace.json")
+    found = names(tmp_path / "trace.json")
+    assert ("inside" in found, "before" in found) == (True, False)
+    assert a_plain_session_works()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_closing_is_idempotent_in_any_state(prepared: bool) -> None:
+    made = session()
+    if prepared:
+        made.prepare(steps=1)
+    made.close()
+    made.close()
+    assert a_plain_session_works()
+
+
+def test_a_closed_recording_leaves_the_next_session_alone(tmp_path: Path) -> None:
+    made = started()
+    made.close()
+    again = started()
+    made.close()
+    assert again.running
+    again.stop(tmp_path / "trace.json")
+    assert a_plain_session_works()
+
+
+def test_one_session_at_a_time_in_a_process() -> None:
+    made = started()
+    with pytest.raises(RecordingError, match="another window of this process is open"):
+        session().prepare(steps=1)
+    failures: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            session().prepare(steps=1)
+        except RecordingError as error:
+            failures.append(error)
+
+    in_thread(elsewhere)
+    assert len(failures) == 1
+    assert made.running
+    made.close()
+    assert a_plain_session_works()
+
+
+def test_another_profiler_that_runs_is_left_alone() -> None:
+    opened = theirs()
+    opened.start()
+    with pytest.raises(RecordingError, match="another torch profiler is running"):
+        session().prepare(steps=1)
+    assert record(opened) == 1
+
+
+def test_a_scheduled_profiler_that_comes_to_its_warm_up_is_left_alone() -> None:
+    opened = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=2, warmup=1, active=1))
+    opened.start()
+    with pytest.raises(RecordingError, match=r"torch\.profiler\.profile object with a schedule"):
+        session().prepare(steps=1)
+    opened.stop()
+    del opened
+    started().close()
+    assert a_plain_session_works()
+
+
+def test_another_profiler_that_comes_and_goes_in_our_warm_up_costs_nothing(tmp_path: Path) -> None:
+    made = session()
+    made.prepare(steps=1)
+    assert a_plain_session_works()
+    made.start()
+    with NamedRange("inside"):
+        pass
+    made.stop(tmp_path / "trace.json")
+    assert "inside" in names(tmp_path / "trace.json")
+
+
+def test_another_profiler_that_begins_in_our_warm_up_keeps_its_session() -> None:
+    made = session()
+    made.prepare(steps=1)
+    opened = theirs()
+    opened.start()
+    with pytest.raises(RecordingError, match="began to run during the warm-up"):
+        made.start()
+    made.close()
+    assert record(opened) == 1
+    assert a_plain_session_works()
+
+
+def test_another_profiler_that_begins_while_we_record_keeps_its_session(tmp_path: Path) -> None:
+    made = started()
+    opened = theirs()
+    opened.start()
+    assert not made.running
+    with pytest.raises(RecordingError, match="took the session over"):
+        made.stop(tmp_path / "trace.json")
+    assert record(opened) == 1
+    assert a_plain_session_works()
+
+
+@pytest.mark.parametrize("run", [lambda action: action(), in_thread], ids=["same thread", "other thread"])
+def test_a_session_that_was_taken_over_and_left_is_cleared_away(
+    run: Callable[[Callable[[], object]], None], tmp_path: Path
+) -> None:
+    made = started()
+
+    def use_their_own() -> None:
+        opened = theirs()
+        opened.start()
+        assert record(opened) == 1
+
+    run(use_their_own)
+    with pytest.raises(RecordingError, match="took the session over"):
+        made.stop(tmp_path / "trace.json")
+    assert a_plain_session_works()
+
+
+def test_another_thread_leaves_the_session_to_its_owner(tmp_path: Path) -> None:
+    made = started()
+    in_thread(made.close)
+    assert made.running
+    made.stop(tmp_path / "trace.json")
+    assert a_plain_session_works()
+
+
+def test_a_session_whose_thread_is_gone_can_be_closed() -> None:
+    made = session()
+
+    def begin() -> None:
+        made.prepare(steps=1)
+        made.start()
+
+    in_thread(begin)
+    made.close()
+    assert a_plain_session_works()
+
+
+def test_a_session_that_failed_to_prepare_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: profile) -> None:
+        raise RuntimeError("no CUPTI today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "prepare_trace", refuse)
+        with pytest.raises(RuntimeError, match="no CUPTI today"):
+            session().prepare(steps=1)
+    started().close()
+    assert a_plain_session_works()
+
+
+def test_a_session_that_failed_to_start_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session()
+    made.prepare(steps=1)
+
+    def refuse(self: profile) -> None:
+        raise RuntimeError("no CUPTI today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "start_trace", refuse)
+        with pytest.raises(RuntimeError, match="no CUPTI today"):
+            made.start()
+    made.close()
+    assert a_plain_session_works()
+
+
+def test_no_session_begins_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = session()
+    made.prepare(steps=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RecordingError, match="CUDA graph is being captured"):
+            made.start()
+        with pytest.raises(RecordingError, match="CUDA graph is being captured"):
+            session().prepare(steps=1)
+    assert a_plain_session_works()
