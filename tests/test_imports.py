@@ -12,25 +12,25 @@ PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
 
 # The flow: a stage imports only what stands before it, and each line is one stage with its parts before it.
 FLOW = """
-    errors records tables inert_text intervals durable_files
+    errors records tables inert_text number_text intervals durable_files
     profiling_window
     torch_private modules fused markers step_brackets
     profiler_session
     environment window_recorder
     trace_files trace_blocks growing_columns event_columns kineto_events
-    nested_ranges lost_launches correlation
+    nested_ranges lost_launches correlation launch_places
     totals launch_summary
     manifest annotation_checks annotation
     annotation_tables ops_file annotate trace_set
     timeline perfetto
     summary
+    step_tables key_text charts report_page report
     outbox
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker
     fit_recorder
-    time_samples step_tables context comparison_rows comparison comparison_text comparison_json
-    regression run_history
-    report
+    time_samples context comparison_rows comparison comparison_text comparison_json
+    regression run_history comparison_report
     recording
     doctor_lines record_probe doctor
     cli

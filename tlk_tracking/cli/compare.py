@@ -149,8 +149,8 @@ def _fails(
     max_launch_increase: float,
 ) -> bool:
     """Say on standard error which rows fail the check, and return whether one does."""
-    from tlk_tracking.comparison_text import show_key
     from tlk_tracking.inert_text import visible
+    from tlk_tracking.key_text import show_key
     from tlk_tracking.regression import find_regressions
 
     found = find_regressions(

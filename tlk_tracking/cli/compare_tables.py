@@ -12,13 +12,13 @@ from tlk_tracking.comparison_text import (
     TITLES,
     show_change,
     show_fact,
-    show_key,
-    show_number,
     show_side,
     why_undecided,
 )
 from tlk_tracking.inert_text import visible
 from tlk_tracking.intervals import Verdict
+from tlk_tracking.key_text import show_key
+from tlk_tracking.number_text import show_number
 from tlk_tracking.step_tables import TableName
 
 _WIDTH = 100

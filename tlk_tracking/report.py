@@ -1,0 +1,259 @@
+"""Show one annotation as a self-contained HTML page (KernelAnnotation -> HTML text)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.charts import Bar, draw_bars
+from tlk_tracking.inert_text import visible
+from tlk_tracking.key_text import show_call, show_key
+from tlk_tracking.number_text import SIGNS, show_number
+from tlk_tracking.records import Availability, Bound, CallSource, Phase
+from tlk_tracking.report_page import (
+    Card,
+    Cell,
+    Chart,
+    Column,
+    Page,
+    PageTable,
+    Section,
+    key_cells,
+    key_titles,
+    limited,
+    number_cell,
+    render_within_limit,
+    text_cell,
+)
+from tlk_tracking.step_tables import (
+    StepTable,
+    StepTables,
+    TableName,
+    decode_key,
+    known_call_keys,
+    step_tables,
+)
+from tlk_tracking.summary import metrics
+
+_BARS = 12
+_PHASES = tuple(f"_{phase.value}" for phase in Phase)
+_REST = "all of them are in the annotation's tables."
+_TITLES = {
+    TableName.KERNEL: ("Kernels", "kernels"),
+    TableName.CALL: ("ATen calls", "calls"),
+    TableName.MODULE: ("Modules", "modules"),
+    TableName.PHASE: ("Phases", "phases"),
+}
+_MEASURES = {"aten_calls": "ATen calls", "launches": "launches", "device_time_ms": "device time ms"}
+
+
+def render_report(annotation: KernelAnnotation) -> str:
+    """Return an HTML page under 1 MB that needs nothing else: where device time goes, gaps, tables.
+
+    Every number carries the sign of its bound, and every name is escaped.
+    """
+    tables = step_tables(annotation, call_keys=known_call_keys(annotation))
+    overview = _overview(annotation, tables)
+    return render_within_limit(
+        lambda rows: Page(
+            title=f"Kernel telemetry {annotation.folder_name}",
+            lines=_circumstances(annotation),
+            notices=_notices(annotation),
+            sections=(overview, _gaps(annotation), *_tables(tables, rows)),
+        )
+    )
+
+
+def _circumstances(annotation: KernelAnnotation) -> tuple[str, ...]:
+    manifest = annotation.manifest
+    environment = manifest.environment
+    named = {
+        "torch": environment.torch,
+        "CUDA": environment.cuda,
+        "driver": environment.driver,
+        "Lightning": environment.lightning,
+        "precision": environment.precision,
+        "strategy": environment.strategy,
+    }
+    facts = [environment.gpu_model or "GPU unknown"]
+    facts += [f"{name} {value}" for name, value in named.items() if value is not None]
+    facts += ["compiled"] if environment.compiled else []
+    steps = ", ".join(
+        f"{row.step}" if row.outcome == "complete" else f"{row.step} ({row.outcome.value})"
+        for row in manifest.window.steps[:50]
+    )
+    return (
+        visible(" · ".join(facts)),
+        f"Rank {manifest.rank} of {manifest.world_size}. Steps {steps or 'none'}"
+        f"{', …' if len(manifest.window.steps) > 50 else ''}. Numbers are per complete step.",
+    )
+
+
+def _notices(annotation: KernelAnnotation) -> tuple[str, ...]:
+    manifest = annotation.manifest
+    notices = []
+    if manifest.availability is Availability.UNAVAILABLE:
+        reason = visible(manifest.availability_reason or "the reason is unknown")
+        notices.append(f"device telemetry was unavailable: {reason}")
+    if manifest.lower_bound:
+        reasons = ", ".join(reason.value for reason in manifest.lower_bound_reasons)
+        notices.append(f"some numbers are only lower bounds ({reasons}).")
+    if manifest.call_source is CallSource.HOST_OPS:
+        notices.append(
+            "ATen calls are innermost host ops of a trace without markers; their phases are unknown."
+        )
+    if not annotation.complete_steps:
+        notices.append("no step was complete, so there is no number per step.")
+    return tuple(notices)
+
+
+def _overview(annotation: KernelAnnotation, tables: StepTables) -> Section:
+    cards = tuple(
+        Card(
+            name=metric.name.replace("_", " "),
+            text=show_number(metric.value, metric.bound),
+            hint=", ".join(reason.value for reason in metric.reasons)
+            if metric.bound is not Bound.EXACT
+            else None,
+        )
+        for metric in metrics(annotation)
+        if not metric.name.endswith(_PHASES)
+    )
+    charts = [
+        _time_chart(tables, TableName.PHASE, "Device time by phase"),
+        _time_chart(tables, TableName.MODULE, "Device time by module"),
+        _operator_chart(tables),
+        _time_chart(tables, TableName.KERNEL, "Device time by kernel"),
+        _step_chart(annotation, tables),
+    ]
+    return Section(
+        title="Where device time goes",
+        anchor="overview",
+        cards=cards,
+        charts=tuple(chart for chart in charts if chart is not None),
+    )
+
+
+def _time_chart(tables: StepTables, name: TableName, caption: str) -> Chart | None:
+    table = tables.tables.get(name)
+    if table is None:
+        return None
+    labels = [show_key(name, key) for key in table.keys]
+    return _bars(table, labels, caption)
+
+
+def _operator_chart(tables: StepTables) -> Chart | None:
+    table = tables.tables.get(TableName.CALL)
+    if table is None:
+        return None
+    return _bars(table, [show_call(decode_key(key) or {}) for key in table.keys], "Device time by operator")
+
+
+def _bars(table: StepTable, labels: Sequence[str], caption: str) -> Chart | None:
+    """Draw the largest sums of device time by label; what is not drawn is counted in the caption."""
+    times = table.values.get("device_time_ms")
+    if times is None or not times.size:
+        return None
+    sums: dict[str, float] = {}
+    for label, value in zip(labels, times.mean(axis=1).tolist(), strict=True):
+        sums[label] = sums.get(label, 0.0) + value
+    largest = sorted(((value, label) for label, value in sums.items() if value), reverse=True)
+    if not largest:
+        return None
+    bound = table.bounds["device_time_ms"]
+    rest = len(largest) - _BARS
+    shown = f"{caption} ({rest} smaller ones not drawn)" if rest > 0 else caption
+    bars = [
+        Bar(label=label, value=value, text=f"{show_number(value, bound)} ms")
+        for value, label in largest[:_BARS]
+    ]
+    return Chart(caption=shown, svg=draw_bars(bars, title=shown, unit="ms per step"))
+
+
+def _step_chart(annotation: KernelAnnotation, tables: StepTables) -> Chart | None:
+    table = tables.tables[TableName.TOTAL]
+    launches = table.values.get("launches")
+    if launches is None or not launches.size:
+        return None
+    steps = sorted(set(annotation.complete_steps))
+    bound = table.bounds["launches"]
+    bars = [
+        Bar(label=f"step {step}", value=count, text=show_number(count, bound))
+        for step, count in list(zip(steps, launches[0].tolist(), strict=True))[:_BARS]
+    ]
+    rest = len(steps) - len(bars)
+    caption = f"Launches by step{f' ({rest} later ones not drawn)' if rest > 0 else ''}"
+    return Chart(caption=caption, svg=draw_bars(bars, title=caption, unit="launches"))
+
+
+def _gaps(annotation: KernelAnnotation) -> Section:
+    manifest = annotation.manifest
+    rows = tuple(
+        (
+            text_cell(gap.reason.value),
+            number_cell(gap.count, Bound.EXACT),
+            text_cell(gap.evidence),
+        )
+        for gap in manifest.gaps
+    )
+    lines = [] if rows else ["This window saw everything it could have seen: no gap was found."]
+    audit = manifest.audit
+    if audit.agreed is not None:
+        lines.append(
+            f"Launches for which Kineto's own link names the same ATen call: {audit.agreed}; another: "
+            f"{audit.disagreed}; that have no such link: {audit.not_audited}."
+        )
+    columns = (Column(title="reason"), Column(title="count", is_number=True), Column(title="evidence"))
+    return Section(
+        title="What could not be seen",
+        anchor="gaps",
+        lines=tuple(lines),
+        tables=(PageTable(columns=columns, rows=rows),) if rows else (),
+    )
+
+
+def _tables(tables: StepTables, limit: int) -> list[Section]:
+    total = tables.tables[TableName.TOTAL]
+    sections = []
+    for name, (title, anchor) in _TITLES.items():
+        table = tables.tables.get(name)
+        if table is not None and table.keys and len(tables.windows):
+            sections.append(Section(title=title, anchor=anchor, tables=(_table(name, table, total, limit),)))
+    return sections
+
+
+def _table(name: TableName, table: StepTable, total: StepTable, limit: int) -> PageTable:
+    means = {measure: values.mean(axis=1).tolist() for measure, values in table.values.items()}
+    measures = [measure for measure in _MEASURES if measure in means]
+    shares = _shares(table, total)
+    weight = means["launches" if "launches" in means else "aten_calls"]
+    order = sorted(range(len(table.keys)), key=lambda row: (-(shares or weight)[row], -weight[row]))
+    rows = []
+    for row in order:
+        cells = key_cells(name, table.keys[row])
+        for measure in measures:
+            reasons = ", ".join(sorted(reason.value for reason in table.reasons[measure]))
+            cells.append(number_cell(means[measure][row], table.bounds[measure], hint=reasons or None))
+        if shares is not None:
+            sign = SIGNS[_share_bound(table, total)]
+            cells.append(Cell(text=f"{sign}{shares[row]:.1%}", order=shares[row]))
+        rows.append(tuple(cells))
+    columns = [Column(title=title) for title in key_titles(name)]
+    columns += [Column(title=_MEASURES[measure], is_number=True) for measure in measures]
+    columns += [Column(title="share of device time", is_number=True)] if shares is not None else []
+    return limited(columns, rows, limit=limit, rest=_REST)
+
+
+def _shares(table: StepTable, total: StepTable) -> list[float] | None:
+    """Return each row's share of all device time; None when there is none."""
+    times, all_time = table.values.get("device_time_ms"), total.values.get("device_time_ms")
+    if times is None or all_time is None or not all_time.sum():
+        return None
+    shares: list[float] = (times.sum(axis=1) / all_time.sum()).tolist()
+    return shares
+
+
+def _share_bound(table: StepTable, total: StepTable) -> Bound:
+    """A part that may be larger makes the share a lower bound; a whole that may be larger makes it anything."""
+    whole = total.bounds["device_time_ms"]
+    return table.bounds["device_time_ms"] if whole is Bound.EXACT else Bound.UNKNOWN
