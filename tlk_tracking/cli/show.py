@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
-from tlk_tracking.cli.targets import open_target
-from tlk_tracking.errors import AnnotationError
-
-if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.cli.targets import choose, open_target
 
 
 @click.command("show")
@@ -26,7 +21,7 @@ def command(
 ) -> None:
     """Show one annotation of TARGET."""
     annotations = open_target(target, tracking_uri=tracking_uri)
-    annotation = _choose(annotations, window, rank)
+    annotation = choose(annotations, window=window, rank=rank)
     if as_json:
         from tlk_tracking.summary import facts
 
@@ -38,18 +33,3 @@ def command(
     if len(annotations) > 1:
         others = ", ".join(a.folder_name for a in annotations if a is not annotation)
         click.echo(f"also in {target}: {others} (choose with --window and --rank)")
-
-
-def _choose(
-    annotations: tuple[KernelAnnotation, ...], window: int | None, rank: int | None
-) -> KernelAnnotation:
-    found = [
-        a
-        for a in annotations
-        if (window is None or a.manifest.window.first_step == window)
-        and (rank is None or a.manifest.rank == rank)
-    ]
-    if not found:
-        there = ", ".join(a.folder_name for a in annotations)
-        raise AnnotationError(f"no annotation has window {window} and rank {rank}; there are {there}")
-    return min(found, key=lambda a: (-a.manifest.window.first_step, a.manifest.rank))

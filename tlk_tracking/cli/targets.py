@@ -43,3 +43,23 @@ def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[Kernel
     if not found:
         raise AnnotationError(f"{target} holds no {MANIFEST_FILE}; is it a kernel annotation?")
     return tuple(load_annotation(each) for each in found)
+
+
+def choose(
+    annotations: tuple[KernelAnnotation, ...], *, window: int | None, rank: int | None
+) -> KernelAnnotation:
+    """Return the annotation of that window and rank; None is the last window, the lowest rank.
+
+    Raises:
+        AnnotationError: there is none.
+    """
+    found = [
+        a
+        for a in annotations
+        if (window is None or a.manifest.window.first_step == window)
+        and (rank is None or a.manifest.rank == rank)
+    ]
+    if not found:
+        there = ", ".join(a.folder_name for a in annotations)
+        raise AnnotationError(f"no annotation has window {window} and rank {rank}; there are {there}")
+    return min(found, key=lambda a: (-a.manifest.window.first_step, a.manifest.rank))
