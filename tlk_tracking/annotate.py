@@ -13,7 +13,8 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.annotation_tables import make_call_table, make_launch_tables, unavailable_launch
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, correlate
 from tlk_tracking.errors import TraceError
-from tlk_tracking.kineto_events import EventColumns, read_trace
+from tlk_tracking.event_columns import EventColumns
+from tlk_tracking.kineto_events import read_trace
 from tlk_tracking.manifest import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -143,7 +144,7 @@ def _build(
     if availability is Availability.UNAVAILABLE or events is None or correlation is None:
         launch_table, relation_table = unavailable_launch(), LAUNCH_RELATIONS.empty_table()
     else:
-        launch_table, relation_table = make_launch_tables(events, correlation)
+        launch_table, relation_table = make_launch_tables(events, correlation, call_table)
     steps = tuple(sorted(_steps(window)))
     call_table = _only_steps(call_table, steps)
     merged = _merge_gaps(gaps, launch_table, availability)

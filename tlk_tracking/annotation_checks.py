@@ -28,6 +28,7 @@ _CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet",
 _LAUNCH_FACTS = (
     "launch_name", "device", "stream", "duration", "runtime_correlation", "kind", "step", "start_ns",
     "time_valid", "launch_latency_ns", "gap", "bytes", "grid", "block", "graph_launch",
+    "phase", "module", "module_call",
 )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation
-from tlk_tracking.kineto_events import EventColumns, Int64s
+from tlk_tracking.event_columns import EventColumns
+from tlk_tracking.growing_columns import Int64s
+from tlk_tracking.launch_places import place_launches
 from tlk_tracking.records import AttributionStatus, CallSource, Origin
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
 
@@ -75,7 +77,9 @@ def _join_markers(
     return table.cast(ATEN_CALLS), CallSource.DISPATCH_MODE, int((~marked).sum())
 
 
-def make_launch_tables(events: EventColumns, correlation: Correlation) -> tuple[pa.Table, pa.Table]:
+def make_launch_tables(
+    events: EventColumns, correlation: Correlation, calls: pa.Table
+) -> tuple[pa.Table, pa.Table]:
     """Return the launch table, in the order in which the records ran, and the relation table."""
     records = events.records
     # Rows in the order in which they ran; ties keep the trace's order.
@@ -91,6 +95,7 @@ def make_launch_tables(events: EventColumns, correlation: Correlation) -> tuple[
     latency = records.start_ns - np.ma.getdata(call_start)
     no_latency = np.ma.getmaskarray(call_start) | (latency < 0) | (records.start_ns <= 0)
     statuses = pa.array([AttributionStatus.UNATTRIBUTED.value, AttributionStatus.ATTRIBUTED.value])
+    places = place_launches(events, correlation, calls)
     gap_names = pa.array([reason.value for reason in LAUNCH_GAPS])
     columns = {
         "launch_name": records.launch_name,
@@ -110,7 +115,10 @@ def make_launch_tables(events: EventColumns, correlation: Correlation) -> tuple[
         "bytes": records.bytes,
         "grid": records.grid,
         "block": records.block,
-        "graph_launch": pa.nulls(len(order), pa.int64()),
+        "graph_launch": places.graph_launch,
+        "phase": places.phase,
+        "module": places.module,
+        "module_call": places.module_call,
     }
     launches = pa.table(
         {"launch": pa.array(np.arange(len(order)))}

@@ -9,15 +9,13 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tlk_tracking.errors import TraceError
-from tlk_tracking.kineto_events import EventColumns, HostRanges, Int64s
+from tlk_tracking.event_columns import EventColumns, HostRanges
+from tlk_tracking.growing_columns import Bools, Int64s
 from tlk_tracking.lost_launches import count_lost_launches
 from tlk_tracking.nested_ranges import NONE, innermost, parents
 from tlk_tracking.records import Gap, GapReason
-
-Bools = npt.NDArray[np.bool_]
 
 # Records and calls that share one correlation multiply; a trace that needs more pairs than this is none of ours.
 MAX_RELATIONS = 20_000_000
@@ -53,7 +51,8 @@ class Correlation:
         call_step: for each call row its step, null (masked) outside every bracket.
         relation_sequence, relation_record: the relation pairs; sequence and record index, sorted.
         record_step: for each record its step (masked: none).
-        record_call_start_ns: start of the earliest runtime call with the record's correlation (masked: none).
+        record_call: index of the earliest runtime call with the record's correlation (masked: none).
+        record_call_start_ns: start of that call (masked: none).
         record_gap: index into `LAUNCH_GAPS` (masked: no gap).
         record_time_valid: false where the duration is not positive or the start not after zero.
         step_labels: the steps that have a bracket, ascending; origin of the time axis is `first_bracket_ns`.
@@ -69,6 +68,7 @@ class Correlation:
     relation_sequence: Int64s
     relation_record: Int64s
     record_step: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
+    record_call: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
     record_call_start_ns: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
     record_gap: np.ma.MaskedArray[tuple[int], np.dtype[np.int64]]
     record_time_valid: Bools
@@ -124,6 +124,7 @@ def correlate(events: EventColumns, *, steps: frozenset[int] | None = None) -> C
         relation_sequence=calls.label[relation_call],
         relation_record=relation_record,
         record_step=_labels(brackets, record_bracket),
+        record_call=np.ma.MaskedArray(earliest, ~known),
         record_call_start_ns=np.ma.MaskedArray(
             runtime.start_ns[earliest] if len(runtime) else np.zeros(len(records), np.int64), ~known
         ),

@@ -55,8 +55,8 @@ def summarize_launches(
     `distinct_calls`, `lower_bound`, `reasons` (joined by spaces). Only complete steps are counted.
     """
     keyed = launches.append_column(
-        "phase", caller_column(calls, relations, column="phase", launches=len(launches))
-    ).append_column("operator", caller_column(calls, relations, column="operator", launches=len(launches)))
+        "operator", caller_column(calls, relations, column="operator", launches=len(launches))
+    )
     keyed = keyed.append_column("calls", _owner_sequence(relations, len(launches)))
     keyed = keyed.filter(pc.is_in(keyed["step"], pa.array(complete_steps, pa.int64())))
     plain = pa.table(

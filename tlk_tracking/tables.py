@@ -41,6 +41,10 @@ KERNEL_LAUNCHES = pa.schema(
         pa.field("grid", _TEXT),  # "x,y,z"
         pa.field("block", _TEXT),  # "x,y,z"
         pa.field("graph_launch", pa.int64()),
+        # Where it was launched: of its ATen call, or of the ranges around a launch without one.
+        pa.field("phase", _TEXT),
+        pa.field("module", _TEXT),
+        pa.field("module_call", pa.int64()),
     ]
 )
 
