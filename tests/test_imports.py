@@ -20,7 +20,7 @@ FLOW = """
     trace_files trace_blocks growing_columns event_columns kineto_events
     nested_ranges lost_launches correlation launch_places
     totals launch_summary
-    manifest annotation_checks annotation
+    manifest table_files annotation_checks annotation
     annotation_tables ops_file annotate trace_set
     timeline perfetto
     summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import io
 import os
 import shutil
 import tempfile
@@ -16,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tlk_tracking.annotation_checks import check_tables
 from tlk_tracking.errors import AnnotationError
@@ -32,6 +30,7 @@ from tlk_tracking.records import (
     TensorInput,
     window_folder,
 )
+from tlk_tracking.table_files import MAX_FILE_BYTES, decode_table, encode_table, read_plain
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
 
 CALLS_FILE = "aten_calls.parquet"
@@ -42,8 +41,6 @@ REPORT_FILE = "report.html"
 TABLE_FILES = {CALLS_FILE: ATEN_CALLS, LAUNCHES_FILE: KERNEL_LAUNCHES, RELATIONS_FILE: LAUNCH_RELATIONS}
 
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_FILE_BYTES = 2 << 30
-MAX_ROWS = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +105,7 @@ class KernelAnnotation:
         """Write the annotation's files into `folder`, which appears whole or not at all.
 
         Raises:
-            AnnotationError: something of that name exists already.
+            AnnotationError: something of that name exists already, or it cannot be written.
         """
         save_annotation(self, Path(folder))
 
@@ -152,14 +149,17 @@ def save_annotation(annotation: KernelAnnotation, folder: Path) -> None:
     """Write the files of an annotation; `folder` appears whole or not at all (temporary sibling, then rename)."""
     if os.path.lexists(folder):
         raise AnnotationError(f"{folder.name} exists already; choose a new folder", field=None)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
     try:
-        _write_files(annotation, partial)
-        partial.rename(folder)
-    except BaseException:  # nothing half-written stays, whatever ends the save
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
+        try:
+            _write_files(annotation, partial)
+            partial.rename(folder)
+        except BaseException:  # nothing half-written stays, whatever ends the save
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise AnnotationError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 def load_annotation(folder: Path | str) -> KernelAnnotation:
@@ -169,19 +169,27 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
         AnnotationError: a file is missing, damaged or does not fit the others; it names file, row and field.
     """
     folder = Path(folder)
-    manifest = decode_manifest(_read(folder, MANIFEST_FILE, MAX_MANIFEST_BYTES))
+    manifest = decode_manifest(read_plain(folder, MANIFEST_FILE, limit=MAX_MANIFEST_BYTES))
     expected = {*TABLE_FILES, SUMMARY_FILE}
     if set(manifest.files) != expected:
         raise AnnotationError(
             f"lists {sorted(manifest.files)}, not {sorted(expected)}", file=MANIFEST_FILE, field="files"
         )
-    bodies = {}
-    for name, row in sorted(manifest.files.items()):
-        body = _read(folder, name, MAX_FILE_BYTES)
-        if len(body) != row.bytes or hashlib.sha256(body).hexdigest() != row.sha256:
-            raise AnnotationError("does not match the digest in the manifest", file=name)
-        bodies[name] = body
-    tables = {name: _parse(name, bodies[name], rows=manifest.files[name].rows) for name in TABLE_FILES}
+    tables = {
+        name: decode_table(
+            name,
+            _read_listed(folder, name, manifest),
+            schema=schema,
+            rows=manifest.files[name].rows,
+            metadata=_file_metadata(manifest),
+        )
+        for name, schema in TABLE_FILES.items()
+    }
+    rows = _read_listed(folder, SUMMARY_FILE, manifest).count(b"\n") - 1  # no text in it holds a line break
+    if rows != manifest.files[SUMMARY_FILE].rows:
+        raise AnnotationError(
+            f"has {rows} rows, the manifest says {manifest.files[SUMMARY_FILE].rows}", file=SUMMARY_FILE
+        )
     annotation = KernelAnnotation(
         manifest=msgspec.structs.replace(manifest, files={}),
         call_table=tables[CALLS_FILE],
@@ -216,7 +224,10 @@ def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
     }
     summary = summary_table(annotation)
     rows = {name: len(table) for name, table in tables.items()} | {SUMMARY_FILE: len(summary)}
-    bodies = {name: _parquet(table, annotation.manifest) for name, table in tables.items()}
+    bodies = {
+        name: encode_table(table, metadata=_file_metadata(annotation.manifest))
+        for name, table in tables.items()
+    }
     bodies[SUMMARY_FILE] = encode_summary(summary)
     files = {
         name: FileRow(rows=rows[name], bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
@@ -230,51 +241,20 @@ def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _parquet(table: pa.Table, manifest: Manifest) -> bytes:
-    # Every file says its bound, also when it is found alone.
-    said = {
+def _file_metadata(manifest: Manifest) -> dict[str, str]:
+    """Every file says its bound, also when it is found alone."""
+    return {
         "tlk.lower_bound": "true" if manifest.lower_bound else "false",
         "tlk.lower_bound_reasons": " ".join(reason.value for reason in manifest.lower_bound_reasons),
     }
-    sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata(said), sink, compression="zstd", compression_level=9)
-    return sink.getvalue()
 
 
-def _read(folder: Path, name: str, limit: int) -> bytes:
-    path = folder / name
-    if path.is_symlink() or not path.is_file():
-        raise AnnotationError("is missing or is not a plain file", file=name)
-    size = path.stat().st_size
-    if size > limit:
-        raise AnnotationError(f"has {size} bytes, more than the limit of {limit}", file=name)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise AnnotationError(f"cannot be read: {error.strerror}", file=name) from error
-
-
-def _parse(name: str, body: bytes, *, rows: int) -> pa.Table:
-    schema = TABLE_FILES[name]
-    try:
-        file = pq.ParquetFile(io.BytesIO(body))
-        if file.metadata.num_rows != rows or rows > MAX_ROWS:
-            raise AnnotationError(f"has {file.metadata.num_rows} rows, the manifest says {rows}", file=name)
-        stored = file.schema_arrow
-        if stored.names != schema.names:
-            raise AnnotationError(f"has the columns {stored.names}, not {schema.names}", file=name)
-        for field in schema:
-            if stored.field(field.name).type != field.type:
-                raise AnnotationError(
-                    f"is {stored.field(field.name).type}, not {field.type}", file=name, field=field.name
-                )
-        table = file.read().replace_schema_metadata(None)
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, AnnotationError):
-            raise
-        raise AnnotationError(f"is not readable parquet: {error}", file=name) from error
-    return table.cast(schema)
+def _read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
+    row = manifest.files[name]
+    body = read_plain(folder, name, limit=MAX_FILE_BYTES, size=row.bytes)
+    if hashlib.sha256(body).hexdigest() != row.sha256:
+        raise AnnotationError("does not match the digest in the manifest", file=name)
+    return body
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ from tlk_tracking.records import (
 SCHEMA = "tlk_tracking.kernel_annotation"
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "annotation.json"
+_MESSAGE_LENGTH = 500
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Text = Annotated[str, msgspec.Meta(max_length=2000)]
@@ -154,14 +156,25 @@ def decode_manifest(body: bytes) -> Manifest:
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, RecursionError) as error:
-        field = str(error).rsplit(" - at `$.", 1)
-        raise AnnotationError(
-            str(error), file=MANIFEST_FILE, field=field[1].rstrip("`") if len(field) == 2 else None
-        ) from error
+        text = str(error)[:_MESSAGE_LENGTH]
+        raise AnnotationError(text, file=MANIFEST_FILE, field=_named_field(text)) from error
     for name, number in (*manifest.counts.items(), *manifest.times.items()):
-        if number.value is not None and not (math.isfinite(number.value) and number.value >= 0):
+        if number.value is not None and not 0 <= number.value < math.inf:
             raise AnnotationError(f"{number.value} is no count or time", file=MANIFEST_FILE, field=name)
+    steps = [row.step for row in manifest.window.steps]
+    if len(set(steps)) < len(steps):
+        raise AnnotationError("names a step twice", file=MANIFEST_FILE, field="window.steps")
+    reasons = [gap.reason for gap in manifest.gaps]
+    if len(set(reasons)) < len(reasons):
+        raise AnnotationError("names a reason twice", file=MANIFEST_FILE, field="gaps")
     return manifest
+
+
+def _named_field(message: str) -> str | None:
+    """Return the path of the field that a message of msgspec is about."""
+    place = re.search(r" - at `\$\.?(.*?)`$", message)
+    child = re.search(r"(?:unknown|required) field `(.*?)`", message)
+    return ".".join(found[1] for found in (place, child) if found is not None and found[1]) or None
 
 
 class _SchemaHead(msgspec.Struct):

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from tlk_tracking.annotation import (
-    MAX_FILE_BYTES,
     MAX_MANIFEST_BYTES,
     REPORT_FILE,
     SUMMARY_FILE,
@@ -21,6 +20,7 @@ from tlk_tracking.annotation import (
 from tlk_tracking.errors import AnnotationError, TrackingError
 from tlk_tracking.manifest import MANIFEST_FILE
 from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.table_files import MAX_FILE_BYTES
 
 # As they are sent: what a person looks at, then the tables, and last the manifest that vouches for them.
 _IN_ORDER = (SUMMARY_FILE, REPORT_FILE, *TABLE_FILES, MANIFEST_FILE)
