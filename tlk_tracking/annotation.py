@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -55,9 +55,9 @@ class KernelAnnotation:
     """
 
     manifest: Manifest
-    call_table: pa.Table
-    launch_table: pa.Table
-    relation_table: pa.Table
+    call_table: pa.Table = field(repr=False)
+    launch_table: pa.Table = field(repr=False)
+    relation_table: pa.Table = field(repr=False)
 
     @cached_property
     def aten_calls(self) -> pd.DataFrame:
