@@ -1,0 +1,24 @@
+"""`tlk report`: one annotation as a self-contained HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tlk_tracking.cli.targets import choose, open_target
+
+
+@click.command("report")
+@click.argument("target")
+@click.option("--html", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option("--window", type=int, help="First step of the window to show [the last one].")
+@click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
+@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+def command(target: str, html: Path, window: int | None, rank: int | None, tracking_uri: str | None) -> None:
+    """Write where the device time of TARGET goes, what could not be seen, and all tables."""
+    from tlk_tracking.report import render_report
+
+    annotation = choose(open_target(target, tracking_uri=tracking_uri), window=window, rank=rank)
+    html.write_text(render_report(annotation), encoding="utf-8")
+    click.echo(f"{html}: open it in a browser")
