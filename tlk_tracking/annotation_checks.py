@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,6 +34,13 @@ _LAUNCH_FACTS = (
     "phase", "module", "module_call",
 )  # fmt: skip
 
+MAX_EXPANDED_BYTES = 4 << 30
+# Times beyond these cannot be told from an overflow: 104 days for one launch, 73 years for a window.
+_MAX_DURATION_US = 2.0**53 / 1000
+_MAX_START_NS = 2**61
+_EXTENT = re.compile(r"-?[0-9]{1,20},-?[0-9]{1,20},-?[0-9]{1,20}")
+_SHOWN_LENGTH = 80
+
 
 def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
     """Refuse tables that break a rule of the schema or that the manifest contradicts.
@@ -38,12 +48,15 @@ def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, rel
     Raises:
         AnnotationError: names the file, and the first row and the field where there is one.
     """
+    for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS)):
+        _check_expanded(table, file)
     _check_calls(manifest, calls)
     if manifest.availability is Availability.UNAVAILABLE:
         _check_unavailable(launches, relations)
     else:
         _check_launches(manifest, launches)
         _check_relations(calls, launches, relations)
+    _check_availability(manifest, launches)
     _check_counts(manifest, calls=calls, launches=launches, relations=relations)
 
 
@@ -56,6 +69,7 @@ def _check_calls(manifest: Manifest, calls: pa.Table) -> None:
         _refuse("is negative", _CALLS, 0, "sequence")
     _check_closed(calls, "phase", Phase, _CALLS)
     _check_closed(calls, "outcome", CallOutcome, _CALLS)
+    _check_texts(calls, "inputs", _CALLS, _complain_of_inputs)
     _check_steps(manifest, calls, _CALLS)
 
 
@@ -87,7 +101,10 @@ def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
     _refuse_where(pc.is_null(launches["time_valid"]), "is null", "time_valid")
     duration = launches["duration"]
     _refuse_where(
-        pc.and_(pc.is_valid(duration), pc.invert(pc.and_(pc.is_finite(duration), pc.greater(duration, 0.0)))),
+        pc.and_(
+            pc.is_valid(duration),
+            pc.invert(pc.and_(pc.greater(duration, 0.0), pc.less_equal(duration, _MAX_DURATION_US))),
+        ),
         "is not a positive time",
         "duration",
     )
@@ -96,11 +113,44 @@ def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
         "is null although the time is valid",
         "duration",
     )
-    for name in ("launch_latency_ns", "bytes", "device"):
+    for name in ("launch_latency_ns", "bytes", "device", "stream"):
         _refuse_where(pc.and_(pc.is_valid(launches[name]), pc.less(launches[name], 0)), "is negative", name)
     timed_in_step = pc.and_(launches["time_valid"], pc.is_valid(launches["step"]))
-    _refuse_where(pc.and_(timed_in_step, pc.is_null(launches["start_ns"])), "is null", "start_ns")
+    start = launches["start_ns"]
+    _refuse_where(pc.and_(timed_in_step, pc.is_null(start)), "is null", "start_ns")
+    in_range = pc.and_(pc.greater(start, -_MAX_START_NS), pc.less(start, _MAX_START_NS))
+    _refuse_where(pc.and_(pc.is_valid(start), pc.invert(in_range)), "is no time", "start_ns")
+    for name in ("grid", "block"):
+        _check_texts(launches, name, _LAUNCHES, _complain_of_extent)
     _check_steps(manifest, launches, _LAUNCHES)
+
+
+def _check_availability(manifest: Manifest, launches: pa.Table) -> None:
+    """Refuse a manifest whose availability, audit or gaps the launches contradict."""
+    unavailable = manifest.availability is Availability.UNAVAILABLE
+    if not unavailable and (manifest.availability is Availability.EMPTY) != (len(launches) == 0):
+        _refuse(
+            f"is {manifest.availability} with {len(launches)} launches", MANIFEST_FILE, None, "availability"
+        )
+    if unavailable != (manifest.availability_reason is not None):
+        _refuse("goes with `unavailable`, and only with it", MANIFEST_FILE, None, "availability_reason")
+    audit = manifest.audit
+    parts = (audit.agreed, audit.disagreed, audit.not_audited)
+    if unavailable:
+        if parts != (None, None, None):
+            _refuse("states a fact in an unavailable annotation", MANIFEST_FILE, None, "audit")
+        return
+    if None in parts or sum(part or 0 for part in parts) != len(launches):
+        _refuse(f"is of {parts} launches, the rows are {len(launches)}", MANIFEST_FILE, None, "audit")
+    gaps = {gap.reason: gap.count for gap in manifest.gaps}
+    untimed = pc.sum(pc.invert(launches["time_valid"])).as_py() or 0
+    for reason, counted in (
+        (GapReason.INVALID_TIME, untimed),
+        (GapReason.LINK_DISAGREEMENT, audit.disagreed),
+    ):
+        if gaps.get(reason, 0) != counted:
+            said = f"{gaps.get(reason, 0)} times {reason.value}, the rows and the audit say {counted}"
+            _refuse(said, MANIFEST_FILE, None, "gaps")
 
 
 def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
@@ -177,14 +227,53 @@ def _check_closed(
     table: pa.Table, name: str, kind: type[StrEnum], file: str, *,
     nullable: bool = True, allowed: set[str] | None = None,
 ) -> None:  # fmt: skip
-    values = _texts(table, name)
-    members = pa.array(sorted(allowed if allowed is not None else {m.value for m in kind}))
-    wrong = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, members)))
-    if not nullable:
-        wrong = pc.or_(wrong, pc.is_null(values))
-    row = pc.index(wrong, True).as_py()
-    if row >= 0:
-        _refuse(f"{values[row].as_py()!r} is not one of {members.to_pylist()}", file, row, name)
+    members = allowed if allowed is not None else {member.value for member in kind}
+    _check_texts(
+        table, name, file, lambda text: None if text in members else f"is not one of {sorted(members)}"
+    )
+    if not nullable and table[name].null_count:
+        _refuse("is null", file, pc.index(pc.is_null(table[name]), True).as_py(), name)
+
+
+def _check_texts(table: pa.Table, name: str, file: str, complain: Callable[[str], str | None]) -> None:
+    """Refuse the first row whose text `complain` has something to say of; each distinct text is looked at once."""
+    row = 0
+    for chunk in table[name].chunks:
+        wrong = {
+            code: complaint
+            for code, text in enumerate(chunk.dictionary.to_pylist())
+            if (complaint := complain(text)) is not None
+        }
+        codes = pc.fill_null(chunk.indices, -1).to_numpy()
+        bad = np.flatnonzero(np.isin(codes, list(wrong)))
+        if len(bad):
+            text = repr(chunk.dictionary[int(codes[bad[0]])].as_py()[:_SHOWN_LENGTH])
+            _refuse(f"{text} {wrong[int(codes[bad[0]])]}", file, row + int(bad[0]), name)
+        row += len(chunk)
+
+
+def _complain_of_inputs(text: str) -> str | None:
+    try:
+        msgspec.json.decode(text, type=list[tuple[tuple[int, ...], str, str]])
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"is no list of [shape, dtype, device]: {error}"
+    return None
+
+
+def _complain_of_extent(text: str) -> str | None:
+    return None if _EXTENT.fullmatch(text) else "is not `x,y,z`"
+
+
+def _check_expanded(table: pa.Table, file: str) -> None:
+    """Refuse a table whose texts, each written out in every row, would not fit into memory."""
+    size = 0
+    for name in table.column_names:
+        for chunk in table[name].chunks:
+            if pa.types.is_dictionary(chunk.type):
+                lengths = pc.fill_null(pc.binary_length(chunk.dictionary), 0).to_numpy().astype(np.int64)
+                size += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
+        if size > MAX_EXPANDED_BYTES:
+            _refuse(f"holds texts of more than {MAX_EXPANDED_BYTES} bytes", file, None, name)
 
 
 def _refuse_where(mask: pa.ChunkedArray, what: str, field: str) -> None:
