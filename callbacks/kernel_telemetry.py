@@ -202,7 +202,7 @@ class KernelTelemetry(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the step that comes next."""
         if self._fit is not None:
-            self._fit.resume()
+            self._fit.before_epoch(trainer.fit_loop.total_batch_idx + 1)
 
     @_guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -249,13 +249,15 @@ class KernelTelemetry(Callback):
             self._unwrap()
 
     def _wrap(self, trainer: Trainer, fit: FitRecorder) -> None:
-        """Leave validation and saving a checkpoint out of the step that comes next, while steps are recorded.
+        """Leave validation and checkpointing out of the step that comes next, while steps are recorded.
 
         Lightning's hooks are not enough: it loads validation batches before `on_validation_start`, has no hook at
         the end of saving, and runs checkpoint callbacks after all others.
         """
         if not self._wrapped:
-            for owner, name in ((trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")):
+            methods = [(trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")]
+            methods += [(callback, "on_train_batch_end") for callback in trainer.checkpoint_callbacks]
+            for owner, name in methods:
                 self._wrapped.append(
                     _wrap_method(
                         owner,

@@ -87,6 +87,7 @@ class FitRecorder:
         self._stuck: list[WindowRecorder] = []
         self._skip_reasons: set[str] = set()
         self._pauses = 0
+        self._in_batch = False
         self.attention_step = 0
 
     @property
@@ -107,6 +108,7 @@ class FitRecorder:
     def before_step(self, step: int) -> None:
         """Note that the step before `step` is over, and do what `step` needs."""
         self._stuck = [recorder for recorder in self._stuck if not recorder.close()]
+        self._in_batch = False
         recorder = self._recorder
         if recorder is not None and recorder.step is not None:
             recorder.end_step(StepOutcome.COMPLETE)
@@ -135,6 +137,18 @@ class FitRecorder:
             self._pauses = 0
             self._recorder.resume()
         self._recorder.enter_phase(Phase.FORWARD)
+        self._in_batch = True
+
+    def before_epoch(self, step: int) -> None:
+        """Go on with the step that the end of an epoch interrupted.
+
+        A batch that began and did not end was skipped, and its epoch with it; then go on with `step`, the next.
+        """
+        if self._in_batch and self._recorder is not None:
+            self._recorder.end_step(StepOutcome.ABANDONED)
+            self.before_step(step)
+        else:
+            self.resume()
 
     def pause(self) -> None:
         """Leave what comes out of the open step, until as many `resume`s or the step's batch."""
@@ -151,10 +165,9 @@ class FitRecorder:
 
     def end(self, step: int) -> None:
         """Note that the fit is over before `step`: an open step is none, an open window ends with what it has."""
-        if self._recorder is not None and not self._recorder.has_begun:
+        if self._recorder is not None and not self._recorder.has_complete_step:
             _log.warning(
-                "the fit ended before step %d, in the warm-up of the window that would have begun with step %d; "
-                "there is no window",
+                "the fit ended before step %d; there is no window, as the one from step %d on has no step",
                 step,
                 self._recorder.plan.first_step,
             )

@@ -85,6 +85,11 @@ class WindowRecorder:
         return self._started
 
     @property
+    def has_complete_step(self) -> bool:
+        """Whether a step was recorded from its beginning to its end."""
+        return any(bracket.outcome is StepOutcome.COMPLETE for bracket in self._brackets.steps)
+
+    @property
     def trouble(self) -> str | None:
         """Why the window cannot go on, or None when it can."""
         if self._brackets.displaced:
