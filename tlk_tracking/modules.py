@@ -1,4 +1,4 @@
-"""Know which module call is running: forward by hooks, backward by marks on autograd nodes (calls -> path, number)."""
+"""Know which module call runs: forward by hooks, backward by marks on autograd nodes (calls -> path and number)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tlk_tracking.torch_private import (
     CompileWatch,
     NamedRange,
     current_autograd_node,
+    hide_global_hooks,
     next_sequence_number,
     skip_in_dynamo,
 )
@@ -77,6 +78,7 @@ class ModuleTracker:
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._thread = threading.local()
         self._handles: list[Any] = []  # Any: torch has no public name for what it hands back
+        self._unhide: Callable[[], None]
         self._compiling = CompileWatch(before=self._remove, after=self._install)
 
     def begin_step(self) -> None:
@@ -119,8 +121,11 @@ class ModuleTracker:
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
+        self._unhide = hide_global_hooks({handle.id for handle in self._handles})
 
     def _remove(self) -> None:
+        if self._handles:
+            self._unhide()
         for handle in self._handles:
             handle.remove()
         self._handles = []

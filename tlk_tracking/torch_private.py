@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import FunctionType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch._ops import OpOverload
 from torch.autograd import profiler as autograd_profiler
+from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # A named profiler range as a context manager; it does not go through the dispatcher.
@@ -96,6 +97,21 @@ def has_compiled() -> bool:
     """Return whether Dynamo has compiled anything in this process; does not load it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
+
+
+def hide_global_hooks(hooks: Container[int]) -> Callable[[], None]:
+    """Keep torch from warning, at each call of a compiled module, of the global module hooks with these ids.
+
+    Only that warning asks whether there is a global hook. Return what puts everything back.
+    """
+    asked = module_hooks._has_any_global_hook
+    kinds = [found for name, found in vars(module_hooks).items() if name.startswith("_global_forward_")]
+
+    def put_back() -> None:
+        module_hooks._has_any_global_hook = asked
+
+    module_hooks._has_any_global_hook = lambda: any(key not in hooks for found in kinds for key in found)
+    return put_back
 
 
 class CompileWatch:
