@@ -265,15 +265,18 @@ def _audit(
 def _linked_calls(events: EventColumns, calls: HostRanges) -> tuple[Int64s, Bools]:
     """Return for each record the call row that its external id leads to (-1: none), and whether the id was found."""
     wanted = events.records.external_id
-    sources = (events.host_ops, events.op_markers, events.step_markers)
-    ids = np.concatenate([s.external_id for s in sources])
-    threads = np.concatenate([s.thread for s in sources])
-    starts = np.concatenate([s.start_ns for s in sources])
+    ids, threads, starts = [], [], []
+    for source in (events.host_ops, events.op_markers, events.step_markers):
+        chosen = (source.external_id != 0) & np.isin(source.external_id, wanted)
+        ids.append(source.external_id[chosen])
+        threads.append(source.thread[chosen])
+        starts.append(source.start_ns[chosen])
     # An id that two ranges carry names neither of them.
-    candidates = np.flatnonzero(np.isin(ids, wanted) & (ids != 0))
-    unique, index, counts = np.unique(ids[candidates], return_index=True, return_counts=True)
-    unique, rows = unique[counts == 1], candidates[index[counts == 1]]
-    linked = innermost(calls, thread=threads[rows], time_ns=starts[rows])
+    unique, index, counts = np.unique(np.concatenate(ids), return_index=True, return_counts=True)
+    unique, rows = unique[counts == 1], index[counts == 1]
+    linked = innermost(
+        calls, thread=np.concatenate(threads)[rows], time_ns=np.concatenate(starts)[rows]
+    )
     place = np.searchsorted(unique, wanted)
     found = np.zeros(len(wanted), bool)
     inside = place < len(unique)

@@ -23,14 +23,20 @@ def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> 
     order = np.lexsort((-ranges.end_ns, ranges.start_ns, range_thread))
     starts, ends, threads = ranges.start_ns[order], ranges.end_ns[order], range_thread[order]
     # One number that sorts by thread, then by start.
-    distinct = np.unique(starts)
-    keys = threads * (len(distinct) + 1) + np.searchsorted(distinct, starts, "right")
-    wanted = time_thread * (len(distinct) + 1) + np.searchsorted(distinct, time_ns, "right")
+    ascending = np.sort(starts, kind="stable")
+    keys = threads * (len(ascending) + 1) + np.searchsorted(ascending, starts, "right")
+    wanted = time_thread * (len(ascending) + 1) + np.searchsorted(ascending, time_ns, "right")
     position = np.searchsorted(keys, wanted, "right") - 1
     position[(position < 0) | (threads[position] != time_thread)] = NONE
     over = np.flatnonzero((position != NONE) & (ends[position] <= time_ns))
     if len(over):
-        position[over] = _first_open(threads, ends, position=position[over], time_ns=time_ns[over])
+        # Where no range reaches into the next, none is open behind one that is over.
+        nested = (threads[1:] == threads[:-1]) & (starts[1:] < ends[:-1])
+        position[over] = (
+            _first_open(threads, ends, position=position[over], time_ns=time_ns[over])
+            if nested.any()
+            else NONE
+        )
     return np.where(position == NONE, NONE, order[position])
 
 
