@@ -168,8 +168,12 @@ def _recounted(annotation: KernelAnnotation) -> KernelAnnotation:
         availability=Availability(annotation.manifest.availability),
         reasons=frozenset(annotation.manifest.lower_bound_reasons),
     )
+    audit, launches = annotation.manifest.audit, len(annotation.launch_table)
+    if audit.disagreed is not None:
+        audit = msgspec.structs.replace(audit, agreed=launches - audit.disagreed, not_audited=0)
     return with_manifest(
         annotation,
+        audit=audit,
         counts={name: Number(value=n.value, bound=n.bound) for name, n in totals.counts.items()},
         times={name: Number(value=n.value, bound=n.bound) for name, n in totals.times.items()},
     )

@@ -450,3 +450,30 @@ def test_nothing_to_compare_is_an_error() -> None:
         compare_annotations(real("ddp_rank0"))
     with pytest.raises(ComparisonError, match="give a baseline and a candidate"):
         compare_annotations(real("ddp_rank0"), [])
+
+
+def _with_place(annotation: KernelAnnotation, name: str, value: str) -> KernelAnnotation:
+    """Return the annotation with all launches without a place in that phase or module."""
+    launches = annotation.launch_table
+    column = pc.fill_null(launches[name].cast("string"), value).combine_chunks().dictionary_encode()
+    place = launches.schema.get_field_index(name)
+    return with_tables(annotation, launches=launches.set_column(place, launches.schema.field(name), column))
+
+
+def test_launches_without_an_aten_call_count_in_the_phase_in_which_they_were_launched() -> None:
+    placed = _with_place(real("compiled_transformer"), "phase", "backward")
+    comparison = compare_annotations(real("eager_transformer"), placed)
+    rows = {
+        json.loads(row.key or "")["phase"]: (row.candidate, row.candidate_bound, row.verdict)
+        for row in _rows(comparison, table=TableName.PHASE, measure="launches")
+    }
+    assert rows == {
+        "forward": (25, Bound.EXACT, Verdict.DECREASED),
+        "backward": (92, Bound.EXACT, Verdict.UNCHANGED),
+    }
+
+
+def test_phases_are_lower_bounds_when_a_launch_has_none() -> None:
+    comparison = compare_annotations(real("eager_transformer"), real("compiled_transformer"))
+    rows = _rows(comparison, table=TableName.PHASE, measure="launches")
+    assert {row.candidate_bound for row in rows} == {Bound.LOWER}

@@ -84,7 +84,8 @@ def step_tables(annotation: KernelAnnotation, *, call_keys: frozenset[str]) -> S
     """Count one annotation by step; only the call columns in `call_keys` tell calls apart.
 
     A launch that several calls share is in the row of each, so that rows by call may sum to more than the
-    total. A launch without a call is in no row by phase, module or call. Unknown keys make no table.
+    total. A launch without a call is in no row by call, and in one by phase or module where it is known where it
+    was launched. Unknown keys make no table.
     """
     reader = _Reader(annotation)
     tables = {TableName.TOTAL: reader.totals()}
@@ -92,9 +93,9 @@ def step_tables(annotation: KernelAnnotation, *, call_keys: frozenset[str]) -> S
         tables[TableName.KERNEL] = reader.by_kernel()
     for name in (TableName.PHASE, TableName.MODULE):
         if name.value in call_keys:
-            tables[name] = reader.by_call((name.value,), frozenset({name.value}))
+            tables[name] = reader.by_place(name.value)
     if "operator" in call_keys:
-        tables[TableName.CALL] = reader.by_call(CALL_KEYS, call_keys)
+        tables[TableName.CALL] = reader.by_call(call_keys)
     return StepTables(tables=tables, windows=np.zeros(len(reader.steps), np.int64))
 
 
@@ -195,7 +196,10 @@ class _Reader:
                 "device_busy_ms": self._busy_ms(),
             }
         return self._table(
-            (None,), {name: value[None, :] for name, value in values.items()}, attributed=False
+            (None,),
+            {name: value[None, :] for name, value in values.items()},
+            lacks_launches=False,
+            disputed=False,
         )
 
     def by_kernel(self) -> StepTable:
@@ -204,30 +208,66 @@ class _Reader:
         columns = {name: _coded(table[column]) for name, column in KERNEL_KEYS.items()}
         group, keys = _group(columns, self.launch_step != _ABSENT)
         values = self._launches_by(group, np.arange(len(group)), len(keys))
-        return self._table([_canonical(key) for key in keys], values, attributed=False)
+        return self._table([_canonical(key) for key in keys], values, lacks_launches=False, disputed=False)
 
-    def by_call(self, names: tuple[str, ...], known: frozenset[str]) -> StepTable:
-        """Count ATen calls, and the launches that they caused, by columns of the calls; unknown is null."""
+    def by_call(self, known: frozenset[str]) -> StepTable:
+        """Count ATen calls, and the launches that they caused, by what tells calls apart; unknown is null."""
         table = self.annotation.call_table
         columns = {
             name: _coded(table[name], read=_shapes_and_dtypes if name == "inputs" else None)
-            for name in names
+            for name in CALL_KEYS
             if name in known
         }
-        inside = self.call_step != _ABSENT
-        inside[self.pair_call] = True  # a call may begin before the bracket in which its launch is
-        if names == ("module",):
-            inside &= columns["module"][0] != _ABSENT  # outside every module
-        group, keys = _group(columns, inside)
+        group, keys = _group(columns, self._calls_inside())
         values = {"aten_calls": self._count_groups(group, self.call_step, len(keys))}
         if self.observed:
             values |= self._launches_by(group[self.pair_call], self.pair_launch, len(keys))
+        names = [_canonical({name: key.get(name) for name in CALL_KEYS}) for key in keys]
+        return self._table(names, values, lacks_launches=True, disputed=self.disputed)
+
+    def by_place(self, name: str) -> StepTable:
+        """Count ATen calls and launches by phase or module: that of the call, or of a launch without one."""
+        calls, launches = self.annotation.call_table[name], self.annotation.launch_table[name]
+        both = pa.chunked_array(
+            [*calls.cast(pa.string()).chunks, *launches.cast(pa.string()).chunks], pa.string()
+        )
+        codes, texts = _coded(both)
+        lonely = self.launch_step != _ABSENT
+        lonely[self.pair_launch] = False
+        # Outside every module is no module.
+        inside = np.concatenate([self._calls_inside(), lonely]) & (codes != _ABSENT)
+        group, keys = _group({name: (codes, texts)}, inside)
+        of_call, of_launch = group[: len(calls)], group[len(calls) :]
+        values = {"aten_calls": self._count_groups(of_call, self.call_step, len(keys))}
+        if self.observed:
+            alone = np.flatnonzero(lonely & (of_launch != _ABSENT))
+            values |= self._launches_by(
+                np.concatenate([of_call[self.pair_call], of_launch[alone]]),
+                np.concatenate([self.pair_launch, alone]),
+                len(keys),
+            )
+        unplaced = bool((lonely & (of_launch == _ABSENT)).any())
         return self._table(
-            [_canonical({name: key.get(name) for name in names}) for key in keys], values, attributed=True
+            [_canonical(key) for key in keys], values, lacks_launches=unplaced, disputed=self.disputed
         )
 
-    def _table(self, keys: Sequence[str | None], values: dict[str, Floats], *, attributed: bool) -> StepTable:
-        bounds = {name: self._bound(name, attributed=attributed) for name in values}
+    def _calls_inside(self) -> Bools:
+        inside: Bools = self.call_step != _ABSENT
+        inside[self.pair_call] = True  # a call may begin before the bracket in which its launch is
+        return inside
+
+    def _table(
+        self,
+        keys: Sequence[str | None],
+        values: dict[str, Floats],
+        *,
+        lacks_launches: bool,
+        disputed: bool,
+    ) -> StepTable:
+        """Make a table; it may lack launches, or have some in the wrong row."""
+        bounds = {
+            name: self._bound(name, lacks_launches=lacks_launches, disputed=disputed) for name in values
+        }
         return StepTable(
             keys=tuple(keys),
             values=values,
@@ -235,17 +275,19 @@ class _Reader:
             reasons={name: reasons for name, (_, reasons) in bounds.items()},
         )
 
-    def _bound(self, measure: str, *, attributed: bool) -> tuple[Bound, frozenset[GapReason]]:
+    def _bound(
+        self, measure: str, *, lacks_launches: bool, disputed: bool
+    ) -> tuple[Bound, frozenset[GapReason]]:
         if measure == "memcpy_bytes" and self.sizes_missing:
             return Bound.LOWER, self.reasons & LOSES_ANYTHING
-        lossy = LOSES_TIME if measure in TIME_MEASURES else LOSES_ANYTHING
         if measure == "aten_calls":
-            lossy = LOSES_CALLS
-        elif attributed or measure in CALL_MEASURES:
-            lossy |= LOSES_ATTRIBUTION
+            return bound_of(LOSES_CALLS, self.reasons), self.reasons & LOSES_CALLS
+        lossy = LOSES_TIME if measure in TIME_MEASURES else LOSES_ANYTHING
+        if disputed:
             # Kineto names another call for a launch: the row that has it may be too high, the other too low.
-            if attributed and self.disputed:
-                return Bound.UNKNOWN, self.reasons & lossy
+            return Bound.UNKNOWN, self.reasons & (lossy | LOSES_ATTRIBUTION)
+        if lacks_launches or measure in CALL_MEASURES:
+            lossy |= LOSES_ATTRIBUTION
         return bound_of(lossy, self.reasons), self.reasons & lossy
 
     def _step_index(self, column: pa.ChunkedArray) -> Ints:
