@@ -107,3 +107,56 @@ def test_the_session_options_are_taken_by_the_profiler(tmp_path: Path) -> None:
 def test_compiling_is_noticed() -> None:
     torch.compile(lambda value: value + 1, backend="eager")(torch.ones(2))
     assert torch_private.has_compiled()
+
+
+def test_autograd_numbers_the_nodes_of_a_thread_as_they_are_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    first = torch_private.next_sequence_number()
+    nodes: list[Any] = [x.sin().grad_fn, x.cos().grad_fn]
+    assert [node._sequence_nr() for node in nodes] == [first, first + 1]
+    assert torch_private.next_sequence_number() == first + 2
+
+
+def test_what_adds_to_a_gradient_names_its_leaf() -> None:
+    x = torch.ones(2, requires_grad=True)
+    node: Any = x.sin().grad_fn
+    adds = node.next_functions[0][0]
+    assert isinstance(adds, torch_private.AccumulateGrad)
+    assert adds.variable is x
+
+
+def test_a_compilation_is_watched_from_its_beginning_to_its_end() -> None:
+    seen: list[str] = []
+    watch = torch_private.CompileWatch(
+        before=lambda: seen.append("before"), after=lambda: seen.append("after")
+    )
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        seen.append("compiles")
+        return graph.forward
+
+    torch._dynamo.reset()
+    watch.begin()
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    watch.end()
+    watch.end()
+    torch.compile(lambda x: x.cos(), backend=backend)(torch.ones(2))
+    torch._dynamo.reset()
+    assert seen == ["before", "compiles", "after", "compiles"]
+
+
+def test_hidden_global_hooks_are_not_warned_of_and_others_are() -> None:
+    def hook(*_: Any) -> None:
+        return None
+
+    hooks = torch.nn.modules.module
+    mine = hooks.register_module_forward_hook(hook)
+    put_back = torch_private.hide_global_hooks({mine.id})
+    hidden = bool(hooks._has_any_global_hook())
+    theirs = hooks.register_module_forward_hook(hook)
+    shown = bool(hooks._has_any_global_hook())
+    theirs.remove()
+    put_back()
+    back = bool(hooks._has_any_global_hook())
+    mine.remove()
+    assert (hidden, shown, back) == (False, True, True)

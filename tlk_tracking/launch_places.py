@@ -80,7 +80,7 @@ def _shared_records(rows: pa.Table, record: Int64s, row: Int64s) -> dict[int, Pl
     placed = {}
     for one in found[count > 1].tolist():
         said = [Place(**rows.slice(r, 1).to_pylist()[0]) for r in row[record == one].tolist()]
-        placed[one] = Place(*(_same(values) for values in zip(*said, strict=True)))
+        placed[one] = _common(said)
     return placed
 
 
@@ -124,10 +124,7 @@ def _agreed(
         of_marker[inside].tolist(), rows.take(pa.array(row)).to_pylist(), strict=True
     ):
         said[evaluation].append(Place(**place))
-    return {
-        evaluation: Place(None, *(_same(values) for values in list(zip(*places, strict=True))[1:]))
-        for evaluation, places in said.items()
-    }
+    return {evaluation: _common(places) for evaluation, places in said.items()}
 
 
 def _named(events: EventColumns, read: Callable[[str], _Found | None]) -> tuple[HostRanges, list[_Found]]:
@@ -164,8 +161,12 @@ def _graph_launches(events: EventColumns, correlation: Correlation) -> pa.Int64A
     return pa.array(number, mask=~launched)
 
 
-def _same(values: tuple[_Found, ...]) -> _Found | None:
-    return values[0] if all(value == values[0] for value in values) else None
+def _common(places: list[Place]) -> Place:
+    """Return what all of them say."""
+    phase, module, module_call = (
+        values[0] if len(set(values)) == 1 else None for values in zip(*places, strict=True)
+    )
+    return Place(phase, module, None if module is None else module_call)
 
 
 def _replaced(column: pa.ChunkedArray, placed: dict[int, Place], field: int) -> pa.Array:
