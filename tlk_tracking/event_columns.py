@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
 
-from tlk_tracking.growing_columns import Int64s, Ints
+from tlk_tracking.growing_columns import ROWS_AT_ONCE, Bools, Int64s, Ints
+from tlk_tracking.records import MARKER_PREFIX
 from tlk_tracking.trace_blocks import TraceHeader
 
 
@@ -91,3 +93,33 @@ class EventColumns:
     runtime_calls: RuntimeCalls
     records: DeviceRecords
     unreadable_events: int
+
+
+def without_idle_host_ops(events: EventColumns) -> EventColumns:
+    """Leave out the host ops that no rule asks for: three of four, and most of the memory of a long trace.
+
+    Asked for are those in which a runtime call starts, those that a record's external id names, and ranges of
+    ours. A trace without our brackets keeps all of them: they are its calls, or say where it begins and ends.
+    """
+    if events.session is None or not len(events.step_markers):
+        return events
+    ops, names = events.host_ops, events.names
+    call_starts = np.append(np.sort(events.runtime_calls.start_ns), np.iinfo(np.int64).max)
+    named = np.append(np.unique(events.records.external_id), np.iinfo(np.int64).max)
+    is_ours = np.array([name.startswith(MARKER_PREFIX) for name in names], bool)
+    kept = np.zeros(len(ops), bool)
+    for begin in range(0, len(ops), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        next_call = call_starts[np.searchsorted(call_starts, ops.start_ns[rows])]
+        external_id = ops.external_id[rows]
+        kept[rows] = (
+            (next_call < ops.end_ns[rows])
+            | (named[np.searchsorted(named, external_id)] == external_id)
+            | is_ours[ops.label[rows]]
+        )
+    return replace(events, host_ops=rows_of(ops, kept))
+
+
+def rows_of(ranges: HostRanges, index: Bools | Int64s) -> HostRanges:
+    """Return the chosen rows, in the order of `index`."""
+    return HostRanges(**{name: getattr(ranges, name)[index] for name in HostRanges.__slots__})

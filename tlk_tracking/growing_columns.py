@@ -16,7 +16,7 @@ Bools = npt.NDArray[np.bool_]
 
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
 MAX_TIME_US = 2.0**61 / 1000
-_ROWS_AT_ONCE = 1 << 16
+ROWS_AT_ONCE = 1 << 16
 
 
 class Codes(dict[object, int]):
@@ -66,10 +66,9 @@ class TimeColumn:
         """
         microseconds, self._values = np.frombuffer(self._values, np.float64), bytearray()
         readable = np.zeros(len(microseconds), bool)
-        # In place and in slices: at millions of rows each temporary column would count.
         nanoseconds = microseconds.view(np.int64)
-        for begin in range(0, len(microseconds), _ROWS_AT_ONCE):
-            rows = slice(begin, begin + _ROWS_AT_ONCE)
+        for begin in range(0, len(microseconds), ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
             readable[rows] = np.abs(microseconds[rows]) < MAX_TIME_US
             nanoseconds[rows] = np.rint(np.where(readable[rows], microseconds[rows], 0) * 1000)
         return nanoseconds, readable

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from tlk_tracking.errors import TraceError
-from tlk_tracking.event_columns import DeviceRecords, EventColumns, HostRanges, RuntimeCalls
+from tlk_tracking.event_columns import DeviceRecords, EventColumns, HostRanges, RuntimeCalls, rows_of
 from tlk_tracking.growing_columns import (
     Bools,
     Codes,
@@ -227,7 +227,7 @@ class _Columns:
             _concatenated(ranges, annotated), self.names, session=session, path=blocks.path
         )
         # A range of another session is not ours: it is a host op like any other.
-        foreign = _rows(ranges, is_foreign[: len(ranges)])
+        foreign = rows_of(ranges, is_foreign[: len(ranges)])
         foreign = replace(foreign, label=np.full(len(foreign), self.names["foreign marker"], np.int32))
         return EventColumns(
             session=session,
@@ -258,15 +258,18 @@ def _sort_markers(
         np.isin(kind, [code for code, found in enumerate(kinds) if found == [session, what]])
         for what in ("op", "step")
     )
-    numbered = replace(markers, label=np.frombuffer(names.marker_number, np.int64)[place])
-    ops, steps = _rows(numbered, is_op), _rows(numbered, is_step)
-    ops = _rows(ops, np.argsort(ops.label, kind="stable"))
-    repeated = ops.label[1:][np.diff(ops.label) == 0]
+    number = np.frombuffer(names.marker_number, np.int64)[place]
+    op_rows = np.flatnonzero(is_op)
+    op_rows = op_rows[np.argsort(number[op_rows], kind="stable")]
+    repeated = number[op_rows[1:]][np.diff(number[op_rows]) == 0]
     if len(repeated):
         raise TraceError(
             f"{path.name}: the marker of ATen call {repeated[0]} of session {session} appears twice"
         )
-    return session, ops, _rows(steps, np.argsort(steps.start_ns, kind="stable")), ~(is_op | is_step)
+    step_rows = np.flatnonzero(is_step)
+    step_rows = step_rows[np.argsort(markers.start_ns[step_rows], kind="stable")]
+    ops, steps = (replace(rows_of(markers, rows), label=number[rows]) for rows in (op_rows, step_rows))
+    return session, ops, steps, ~(is_op | is_step)
 
 
 def _only_session(sessions: set[str], path: Path) -> str | None:
@@ -283,7 +286,7 @@ def _profiler_steps(annotations: HostRanges, names: tuple[object, ...]) -> HostR
     """Return the annotations that are steps of torch's own schedule, labelled with the step."""
     matches = ((code, _PROFILER_STEP.fullmatch(str(name))) for code, name in enumerate(names))
     step_of = {code: int(match[1]) for code, match in matches if match}
-    steps = _rows(annotations, np.isin(annotations.label, list(step_of)))
+    steps = rows_of(annotations, np.isin(annotations.label, list(step_of)))
     return replace(steps, label=np.array([step_of[code] for code in steps.label.tolist()], np.int64))
 
 
@@ -293,10 +296,6 @@ def _take_times(start: TimeColumn, duration: TimeColumn) -> tuple[Int64s, Int64s
     end_ns, duration_readable = duration.take()
     end_ns += start_ns
     return start_ns, end_ns, start_readable & duration_readable
-
-
-def _rows(ranges: HostRanges, index: Bools | Int64s) -> HostRanges:
-    return HostRanges(**{name: getattr(ranges, name)[index] for name in HostRanges.__slots__})
 
 
 def _concatenated(first: HostRanges, second: HostRanges) -> HostRanges:
