@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -197,3 +200,82 @@ def test_the_limits_that_the_user_set_for_requests_stand(
         tlk, ["upload", "--outbox", str(outbox.root)]
     )
     assert seen == ["77"]
+
+
+# Kills a child of its own at many points of closing, annotating and sending a window; then uploads twice.
+_KILLED_EVERYWHERE = """
+import json, os, signal, sys, traceback
+from pathlib import Path
+import mlflow
+from outboxes import seal, window_facts
+from tlk_tracking.delivery import send, settle
+from tlk_tracking.outbox import Destination, DeliveryState, Outbox
+
+root, run_id, tracking_uri, kills = json.loads(sys.argv[1])
+outbox, destination = Outbox(Path(root)), Destination(run_id=run_id, tracking_uri=tracking_uri)
+
+def in_child(work):
+    child = os.fork()  # a database is opened in children alone: no connection is shared
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def window(step, die_at):
+    left = [die_at]
+    def hook(event, arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    raw = seal(outbox, window_facts(step), destination)
+    settle(outbox, raw)
+    send(outbox, outbox.entry(raw.name))
+    Path(root + ".events").write_text(str(die_at - left[0]))
+
+def upload():
+    outbox.sweep()
+    for raw in outbox.raw_windows():
+        assert settle(outbox, raw).state is DeliveryState.SAVED
+    for entry in outbox.entries():
+        delivery = send(outbox, entry)
+        assert delivery.state is DeliveryState.SENT, delivery
+    assert (outbox.raw_windows(), outbox.entries()) == ((), ())
+
+assert in_child(lambda: window(0, 10**9)) == 0
+events = int(Path(root + ".events").read_text())
+kept = [0]
+for number in range(kills):
+    step = 10 * (number + 1)
+    assert in_child(lambda: window(step, 1 + events * number // kills)) == -signal.SIGKILL
+    if outbox.raw_windows() or outbox.entries():
+        kept.append(step)
+    assert in_child(lambda: (upload(), upload())) == 0
+print(json.dumps(kept))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_whatever_was_kept_when_killed_is_uploaded_once(tmp_path: Path, destination: Destination) -> None:
+    # scripts/soak kills more often.
+    kills = int(os.environ.get("TLK_KILLS", "8"))
+    arguments = [str(tmp_path / "killed"), destination.run_id, destination.tracking_uri, kills]
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED_EVERYWHERE, json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    kept = set(json.loads(done.stdout))
+    arrived = _windows_in(destination)
+    assert len(arrived) == len(set(arrived))
+    assert kept <= set(arrived)
+    client = MlflowClient(tracking_uri=destination.tracking_uri)
+    for key in ("kernel_telemetry/steps_recorded", "kernel_telemetry/aten_calls"):
+        history = client.get_metric_history(destination.run_id, key)
+        assert sorted(point.step for point in history) == arrived

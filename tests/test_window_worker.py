@@ -436,6 +436,7 @@ def test_signals_of_the_terminal_and_the_scheduler_do_not_end_the_worker(
     assert (worker.drain(LONG_S).deliveries, worker.pid) == (_sent(*windows), pid)
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 and later, of threads
 def test_a_forked_child_leaves_the_worker_to_its_parent(
     outbox: Outbox, start: Start, mlflow_sqlite: str
 ) -> None:
