@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import logging
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tlk_tracking.callbacks import KernelTelemetry
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.records import GapReason, WindowSource
 from tlk_tracking.torch_private import dispatch_mode_stack, profiled_here, profiler_flag
+from tlk_tracking.window_recorder import WindowRecorder
 
 pytestmark = [
     # Lightning's advice on workers, logging intervals and devices.
@@ -567,3 +571,81 @@ def test_a_remote_root_folder_needs_an_outbox(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigurationError, match=r"KernelTelemetry\(outbox="):
         trainer.fit(Small(), batches(2))
+
+
+# Forks, threads and many windows
+
+
+class Witness(torch.utils.data.Dataset[list[Tensor]]):
+    """Rows of ones in a worker that has something of ours: a mode on its stack, a profiler's flag."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [torch.full((4,), 1.0 if dispatch_mode_stack() or profiler_flag() else 0.0)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_forked_inside_a_window_have_nothing_of_ours(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Watching(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            seen.extend(batch[0].flatten().tolist())
+            return super().training_step(batch, batch_idx)
+
+    telemetry = Telemetry(tmp_path / "outbox", skip_first=0, warmup=0, active=12)
+    loader = torch.utils.data.DataLoader(
+        Witness(), batch_size=2, num_workers=1, multiprocessing_context="fork"
+    )
+    trainer = Trainer(
+        max_epochs=3, logger=False, enable_checkpointing=False, accelerator="cpu", callbacks=[telemetry],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Watching(), loader)
+    assert [outcome for _, outcome in telemetry.steps()[0]] == [COMPLETE] * 12
+    assert seen == [0.0] * 3 * 8 * 4
+
+
+def test_of_two_fits_in_two_threads_one_has_the_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meet = threading.Barrier(2, timeout=60)
+
+    class Meeting(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx in (3, 5):
+                meet.wait()
+
+    telemetries = [Telemetry(tmp_path / name) for name in ("one", "other")]
+    threads = [
+        threading.Thread(target=fit, args=(tmp_path / str(number), [telemetry, Meeting()]))
+        for number, telemetry in enumerate(telemetries)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    steps = sorted((telemetry.steps() for telemetry in telemetries), key=str)
+    assert steps == [[[(3, COMPLETE), (4, COMPLETE)]], [[]]]
+    assert caplog.text.count("another window of this process is open") == 1
+    assert nothing_is_on()
+
+
+def test_nothing_of_a_window_is_alive_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Noted(WindowRecorder):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            made.extend(map(weakref.ref, (self, self._calls, self._brackets, self._session)))
+
+    monkeypatch.setattr("tlk_tracking.fit_recorder.WindowRecorder", Noted)
+    telemetry = Telemetry(tmp_path / "outbox", every_n_steps=3, warmup=1, active=1, max_windows=20)
+    fit(tmp_path, [telemetry], steps=40)
+    assert len(telemetry.facts()) == 13
+    gc.collect()
+    assert (len(made), [ref() for ref in made if ref() is not None]) == (52, [])
