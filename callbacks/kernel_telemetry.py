@@ -12,11 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from tlk_tracking.destinations import Destination
 from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.fit_recorder import FitFacts, FitRecorder
 from tlk_tracking.mlflow_tracking import current_tracking_uri
-from tlk_tracking.outbox import DEFAULT_FOLDER, Destination, Outbox
+from tlk_tracking.outbox import DEFAULT_FOLDER, Outbox
 from tlk_tracking.profiling_window import WindowSchedule
 from tlk_tracking.records import Environment
 from tlk_tracking.torch_private import dispatch_mode_stack

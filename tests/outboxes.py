@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.outbox import Destination, Outbox, RawWindow
+from tlk_tracking.destinations import Destination
+from tlk_tracking.outbox import Outbox, RawWindow
 from tlk_tracking.records import Gap, StepBracket, StepOutcome, WindowFacts, WindowSource
 
 SESSION = "ab12cd34"

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tlk_tracking.cli import tlk
+from tlk_tracking.destinations import Destination
 from tlk_tracking.doctor import diagnose
 from tlk_tracking.doctor_lines import (
     PROBE_KERNELS,
@@ -22,7 +23,7 @@ from tlk_tracking.doctor_lines import (
     tools_line,
     torch_line,
 )
-from tlk_tracking.outbox import Destination, Outbox
+from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import (
     Availability,
     Environment,

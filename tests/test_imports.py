@@ -19,13 +19,13 @@ FLOW = """
     environment window_recorder
     trace_files trace_blocks growing_columns event_columns kineto_events
     nested_ranges lost_launches correlation launch_places
-    totals launch_summary
+    totals launch_summary module_summary
     manifest table_files annotation_checks annotation
     annotation_tables ops_file annotate trace_set
     timeline perfetto
     summary
     step_tables key_text charts report_page report
-    outbox
+    destinations outbox
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker
     fit_recorder

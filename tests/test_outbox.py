@@ -10,14 +10,9 @@ import pytest
 from outboxes import seal, small_annotation, visible_files, window_facts
 
 from tlk_tracking.annotation import load_annotation
+from tlk_tracking.destinations import Destination, absolute_tracking_uri, without_credentials
 from tlk_tracking.errors import TrackingError
-from tlk_tracking.outbox import (
-    TRACE_FILE,
-    Destination,
-    Outbox,
-    absolute_tracking_uri,
-    without_credentials,
-)
+from tlk_tracking.outbox import TRACE_FILE, Outbox
 
 DESTINATION = Destination(
     run_id="4f2a" * 8, tracking_uri="http://user:secret@tracking.test:5000/path?token=secret"
@@ -254,7 +249,8 @@ import json, os, shutil, signal, sys
 from pathlib import Path
 from outboxes import seal, small_annotation, visible_files, window_facts
 from tlk_tracking.annotation import load_annotation
-from tlk_tracking.outbox import TRACE_FILE, Destination, Outbox
+from tlk_tracking.destinations import Destination
+from tlk_tracking.outbox import TRACE_FILE, Outbox
 
 TO = Destination(run_id="r", tracking_uri="http://tracking.test")
 WRITES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

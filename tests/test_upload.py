@@ -15,8 +15,9 @@ from outboxes import seal, visible_files, window_facts
 
 from tlk_tracking.cli import tlk
 from tlk_tracking.delivery import send, settle
+from tlk_tracking.destinations import Destination
 from tlk_tracking.mlflow_tracking import load_run
-from tlk_tracking.outbox import TRACE_FILE, Destination, Outbox
+from tlk_tracking.outbox import TRACE_FILE, Outbox
 from tlk_tracking.request_limits import request_limits
 
 
@@ -209,7 +210,8 @@ from pathlib import Path
 import mlflow
 from outboxes import seal, window_facts
 from tlk_tracking.delivery import send, settle
-from tlk_tracking.outbox import Destination, DeliveryState, Outbox
+from tlk_tracking.destinations import Destination
+from tlk_tracking.outbox import DeliveryState, Outbox
 
 root, run_id, tracking_uri, kills = json.loads(sys.argv[1])
 outbox, destination = Outbox(Path(root)), Destination(run_id=run_id, tracking_uri=tracking_uri)

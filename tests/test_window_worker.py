@@ -22,8 +22,9 @@ from outboxes import seal, visible_files, window_facts
 from tlk_tracking import window_carriers
 from tlk_tracking.annotation import load_annotation
 from tlk_tracking.delivery import send, settle
+from tlk_tracking.destinations import Destination
 from tlk_tracking.mlflow_tracking import load_run
-from tlk_tracking.outbox import TRACE_FILE, Delivery, DeliveryState, Destination, Outbox, RawWindow
+from tlk_tracking.outbox import TRACE_FILE, Delivery, DeliveryState, Outbox, RawWindow
 from tlk_tracking.window_worker import WindowWorker
 
 # Enough for everything but a fault: no test waits that long where all is well.
@@ -458,7 +459,8 @@ _KILLED_TRAINING = """
 import json, os, signal, sys
 from pathlib import Path
 from outboxes import seal, window_facts
-from tlk_tracking.outbox import Destination, Outbox
+from tlk_tracking.destinations import Destination
+from tlk_tracking.outbox import Outbox
 from tlk_tracking.window_worker import WindowWorker
 
 root, run_id, tracking_uri, holds_pipe = json.loads(sys.argv[1])

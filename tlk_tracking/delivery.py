@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.destinations import Address
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.mlflow_tracking import send_annotation
-from tlk_tracking.outbox import Address, Delivery, DeliveryState, Entry, Outbox, RawWindow
+from tlk_tracking.outbox import Delivery, DeliveryState, Entry, Outbox, RawWindow
 
 
 def settle(outbox: Outbox, window: RawWindow) -> Delivery:

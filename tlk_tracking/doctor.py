@@ -16,6 +16,7 @@ from textwrap import shorten
 
 import msgspec
 
+from tlk_tracking.destinations import without_credentials
 from tlk_tracking.doctor_lines import (
     Hardware,
     Line,
@@ -34,7 +35,6 @@ from tlk_tracking.doctor_lines import (
     torch_line,
 )
 from tlk_tracking.inert_text import visible
-from tlk_tracking.outbox import without_credentials
 from tlk_tracking.records import Availability
 from tlk_tracking.request_limits import request_limits
 

@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tlk_tracking.destinations import Destination
 from tlk_tracking.errors import RecordingError, TlkError
 from tlk_tracking.markers import call_table
-from tlk_tracking.outbox import CALLS_FILE, TRACE_FILE, Destination, Outbox
+from tlk_tracking.outbox import CALLS_FILE, TRACE_FILE, Outbox
 from tlk_tracking.profiling_window import StepAction, WindowProgress, WindowSchedule, decide, next_due
 from tlk_tracking.records import Environment, Phase, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.window_recorder import (

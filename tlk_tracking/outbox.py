@@ -14,17 +14,16 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from tlk_tracking.destinations import Address, Destination, address_of
 from tlk_tracking.durable_files import (
     is_abandoned,
     make_locked,
@@ -49,34 +48,6 @@ _LOCK_FILE = "lock"
 _PARTIAL = ".partial-"
 _GONE = ".gone-"
 _Kind = TypeVar("_Kind")
-_SCHEMELESS_URIS = frozenset({"databricks", "databricks-uc", "uc"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Destination:
-    """The MLflow run that a window belongs to. `tracking_uri` may carry credentials, so it is in no repr."""
-
-    run_id: str
-    tracking_uri: str = field(repr=False)
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the disk keeps of a destination: never a credential.
-
-    Attributes:
-        run_id: None when there is no run to send to.
-        tracking_uri: absolute, without user, password and query.
-        credentials_removed: whether `tracking_uri` had them.
-        global_step: step axis of the window's metrics.
-        timestamp_ms: when the window closed; every attempt to send it uses this one.
-    """
-
-    schema_version: int = 1
-    run_id: str | None
-    tracking_uri: str | None
-    credentials_removed: bool
-    global_step: int
-    timestamp_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +157,7 @@ class Outbox:
         try:
             self._refuse_beyond_cap(size_bytes(folder))
             (folder / _WINDOW_FILE).write_bytes(msgspec.json.encode(facts))
-            address = _address(destination, facts.global_step)
+            address = address_of(destination, facts.global_step)
             (folder / _DESTINATION_FILE).write_bytes(msgspec.json.encode(address))
             name = _entry_name(address.run_id, facts)
             # No fsync in the training process: only a power cut loses what the kernel already holds.
@@ -327,38 +298,6 @@ class Outbox:
         with suppress(FileNotFoundError):
             folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def absolute_tracking_uri(uri: str) -> str:
-    """Return the URI with a relative local path made absolute, so that it means the same from any folder."""
-    if uri.startswith("sqlite:///"):
-        path, mark, query = uri.removeprefix("sqlite:///").partition("?")
-        if path in ("", ":memory:") or path.startswith("file:") or Path(path).is_absolute():
-            return uri
-        return f"sqlite:///{Path(path).absolute()}{mark}{query}"
-    if ":" in uri or uri in _SCHEMELESS_URIS:
-        return uri
-    return str(Path(uri).absolute())
-
-
-def without_credentials(uri: str) -> str:
-    """Return the URI without user, password and, where it is not sqlite's, query."""
-    if "://" not in uri or uri.startswith("sqlite:"):
-        return uri
-    parts = urlsplit(uri)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _address(destination: Destination | None, global_step: int) -> Address:
-    uri = None if destination is None else absolute_tracking_uri(destination.tracking_uri)
-    kept = None if uri is None else without_credentials(uri)
-    return Address(
-        run_id=None if destination is None else destination.run_id,
-        tracking_uri=kept,
-        credentials_removed=kept != uri,
-        global_step=global_step,
-        timestamp_ms=time.time_ns() // 1_000_000,
-    )
 
 
 def _entry_name(run_id: str | None, facts: WindowFacts) -> str:

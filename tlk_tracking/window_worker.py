@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tlk_tracking.outbox import Delivery, DeliveryState, Destination, Outbox, RawWindow, absolute_tracking_uri
+from tlk_tracking.destinations import Destination, absolute_tracking_uri
+from tlk_tracking.outbox import Delivery, DeliveryState, Outbox, RawWindow
 from tlk_tracking.window_carriers import (
     Begin,
     Carrier,
