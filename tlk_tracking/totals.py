@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,10 @@ COUNTS = (
     "max_records_per_launch",
 )
 TIMES = ("device_time_us", "device_busy_us")
+_COUNTED = (
+    "kind", "attribution_status", "runtime_correlation", "time_valid", "duration", "start_ns", "device", "stream",
+    "step",
+)  # fmt: skip
 _ATTRIBUTION_COUNTS = frozenset({"attributed", "relations", "aten_calls_with_launches"})
 
 
@@ -106,17 +111,16 @@ def count_totals(
     streams: dict[int, list[int]] | None = None
     if availability is not Availability.UNAVAILABLE:
         inside = pc.is_valid(launches["step"])
-        within = launches.filter(inside)
+        within = launches.select(_COUNTED).filter(inside)
         values |= _count_launches(within)
         values["outside_steps"] = len(launches) - len(within)
         dispatched = relations.filter(pc.equal(_plain(relations["origin"]), Origin.DISPATCH.value))
         related = dispatched.filter(pc.take(inside, dispatched["launch"]))
         values["relations"] = len(related)
-        values["aten_calls_with_launches"] = len(pc.unique(related["sequence"]))
+        values["aten_calls_with_launches"] = len(np.unique(related["sequence"].to_numpy()))
         values |= _sum_times(within)
         by_step = dict.fromkeys(steps, 0)
-        for pair in pc.value_counts(within["step"]).to_pylist():
-            by_step[pair["values"]] = pair["counts"]
+        by_step |= _occurrences(within["step"])
         streams = _streams(within)
     return Totals(
         counts={
@@ -143,17 +147,16 @@ def _bound(name: str, value: float | int | None, reasons: frozenset[GapReason]) 
 
 
 def _count_launches(within: pa.Table) -> dict[str, int]:
-    kinds = _plain(within["kind"])
-    status = _plain(within["attribution_status"])
-    repeats = pc.value_counts(within["runtime_correlation"].drop_null())
+    kinds, status = _occurrences(within["kind"]), _occurrences(within["attribution_status"])
+    _, records = np.unique(within["runtime_correlation"].drop_null().to_numpy(), return_counts=True)
     return {
         "launches": len(within),
-        "kernels": _count(kinds, LaunchKind.KERNEL),
-        "memcpys": _count(kinds, LaunchKind.MEMCPY),
-        "memsets": _count(kinds, LaunchKind.MEMSET),
-        "attributed": _count(status, AttributionStatus.ATTRIBUTED),
-        "unattributed": _count(status, AttributionStatus.UNATTRIBUTED),
-        "max_records_per_launch": pc.max(repeats.field("counts")).as_py() or 0,
+        "kernels": kinds.get(LaunchKind.KERNEL, 0),
+        "memcpys": kinds.get(LaunchKind.MEMCPY, 0),
+        "memsets": kinds.get(LaunchKind.MEMSET, 0),
+        "attributed": status.get(AttributionStatus.ATTRIBUTED, 0),
+        "unattributed": status.get(AttributionStatus.UNATTRIBUTED, 0),
+        "max_records_per_launch": int(records.max(initial=0)),
     }
 
 
@@ -183,7 +186,7 @@ def union_ns(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]
 
 
 def _streams(within: pa.Table) -> dict[int, list[int]]:
-    pairs = within.select(["device", "stream"]).group_by(["device", "stream"]).aggregate([])
+    pairs = within.group_by(["device", "stream"], use_threads=False).aggregate([])
     streams: dict[int, list[int]] = {}
     for device, stream in zip(pairs["device"].to_pylist(), pairs["stream"].to_pylist(), strict=True):
         if device is not None and stream is not None:
@@ -191,8 +194,9 @@ def _streams(within: pa.Table) -> dict[int, list[int]]:
     return {device: sorted(streams[device]) for device in sorted(streams)}
 
 
-def _count(column: pa.Array, value: str) -> int:
-    return pc.sum(pc.equal(column, value)).as_py() or 0
+def _occurrences(column: pa.ChunkedArray) -> dict[Any, int]:  # of whatever the column holds
+    pairs = pc.value_counts(column.unify_dictionaries()).to_pylist()
+    return {pair["values"]: pair["counts"] for pair in pairs}
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
