@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,36 +11,32 @@ from hypothesis import strategies as st
 from tlk_tracking.intervals import Interval, Verdict, decide, interval, weakest
 from tlk_tracking.records import Bound
 
-# The truth table of docs/comparing.md: bounds of baseline and candidate, then the verdict for the values
-# (baseline, candidate) = (2, 2), (2, 3), (3, 2), (0, 2), (2, 0), (0, 0). A minus is UNDECIDED.
-TRUTH_TABLE = """
-    exact   exact    UNCHANGED INCREASED DECREASED ADDED REMOVED UNCHANGED
-    exact   lower    -         INCREASED -         ADDED -       -
-    exact   upper    -         -         -         -     REMOVED UNCHANGED
-    exact   unknown  -         -         -         -     -       -
-    lower   exact    -         -         DECREASED -     REMOVED -
-    lower   lower    -         -         -         -     -       -
-    lower   upper    -         -         -         -     REMOVED -
-    lower   unknown  -         -         -         -     -       -
-    upper   exact    -         -         -         ADDED -       UNCHANGED
-    upper   lower    -         -         -         ADDED -       -
-    upper   upper    -         -         -         -     -       UNCHANGED
-    upper   unknown  -         -         -         -     -       -
-    unknown exact    -         -         -         -     -       -
-    unknown lower    -         -         -         -     -       -
-    unknown upper    -         -         -         -     -       -
-    unknown unknown  -         -         -         -     -       -
-"""
-VALUES = [(2, 2), (2, 3), (3, 2), (0, 2), (2, 0), (0, 0)]
-CASES = [
-    (Bound(row[0]), Bound(row[1]), values, Verdict.UNDECIDED if said == "-" else Verdict(said))
-    for row in (line.split() for line in TRUTH_TABLE.strip().splitlines())
-    for values, said in zip(VALUES, row[2:], strict=True)
-]
+# The truth table is that of the documentation; a dash is UNDECIDED.
+DOCUMENT = Path(__file__).parent.parent / "docs" / "comparing.md"
+BOUNDS = {"exact": Bound.EXACT, "≥": Bound.LOWER, "≤": Bound.UPPER, "?": Bound.UNKNOWN}
+
+
+def _read_truth_table() -> list[tuple[Bound, Bound, tuple[int, int], Verdict]]:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    start = next(
+        place for place, line in enumerate(lines) if line.startswith("| baseline | candidate | 2 → 2 ")
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : start + 13]]
+    values = [tuple(int(value) for value in title.split(" → ")) for title in rows[0][2:]]
+    cases = {}
+    for before, after, *verdicts in rows[2:]:
+        pairs = product(*([BOUNDS[name]] if name != "any" else list(Bound) for name in (before, after)))
+        for pair, (value, said) in product(pairs, zip(values, verdicts, strict=True)):
+            cases[(*pair, value)] = Verdict.UNDECIDED if said == "-" else Verdict(said)
+    return [(*case, verdict) for case, verdict in cases.items()]
+
+
+CASES = _read_truth_table()
 
 
 def test_the_truth_table_has_every_pair_of_bounds() -> None:
     assert {case[:2] for case in CASES} == set(product(Bound, Bound))
+    assert len(CASES) == len(Bound) ** 2 * 6
 
 
 @pytest.mark.parametrize(("before", "after", "values", "verdict"), CASES)
