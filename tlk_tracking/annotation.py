@@ -20,9 +20,11 @@ from tlk_tracking.annotation_checks import check_tables
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.launch_summary import encode_summary, summarize_launches
 from tlk_tracking.manifest import MANIFEST_FILE, FileRow, Manifest, decode_manifest, encode_manifest
+from tlk_tracking.module_summary import summarize_modules
 from tlk_tracking.records import (
     AtenCall,
     AttributionStatus,
+    Availability,
     CallOutcome,
     KernelLaunch,
     Phase,
@@ -37,6 +39,7 @@ CALLS_FILE = "aten_calls.parquet"
 LAUNCHES_FILE = "kernel_launches.parquet"
 RELATIONS_FILE = "launch_relations.parquet"
 SUMMARY_FILE = "launch_summary.csv"
+MODULES_FILE = "module_summary.csv"
 REPORT_FILE = "report.html"
 TABLE_FILES = {CALLS_FILE: ATEN_CALLS, LAUNCHES_FILE: KERNEL_LAUNCHES, RELATIONS_FILE: LAUNCH_RELATIONS}
 
@@ -170,7 +173,7 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
     """
     folder = Path(folder)
     manifest = decode_manifest(read_plain(folder, MANIFEST_FILE, limit=MAX_MANIFEST_BYTES))
-    expected = {*TABLE_FILES, SUMMARY_FILE}
+    expected = {*TABLE_FILES, SUMMARY_FILE, MODULES_FILE}
     if set(manifest.files) != expected:
         raise AnnotationError(
             f"lists {sorted(manifest.files)}, not {sorted(expected)}", file=MANIFEST_FILE, field="files"
@@ -185,11 +188,12 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
         )
         for name, schema in TABLE_FILES.items()
     }
-    rows = _read_listed(folder, SUMMARY_FILE, manifest).count(b"\n") - 1  # no text in it holds a line break
-    if rows != manifest.files[SUMMARY_FILE].rows:
-        raise AnnotationError(
-            f"has {rows} rows, the manifest says {manifest.files[SUMMARY_FILE].rows}", file=SUMMARY_FILE
-        )
+    for name in (SUMMARY_FILE, MODULES_FILE):
+        rows = _read_listed(folder, name, manifest).count(b"\n") - 1  # no text in it holds a line break
+        if rows != manifest.files[name].rows:
+            raise AnnotationError(
+                f"has {rows} rows, the manifest says {manifest.files[name].rows}", file=name
+            )
     annotation = KernelAnnotation(
         manifest=msgspec.structs.replace(manifest, files={}),
         call_table=tables[CALLS_FILE],
@@ -216,19 +220,30 @@ def summary_table(annotation: KernelAnnotation) -> pa.Table:
     )
 
 
+def module_table(annotation: KernelAnnotation) -> pa.Table:
+    """Return the rows of `module_summary.csv`; none when no module is known."""
+    observed = annotation.manifest.availability is not Availability.UNAVAILABLE
+    return summarize_modules(
+        calls=annotation.call_table,
+        launches=annotation.launch_table if observed else None,
+        complete_steps=annotation.complete_steps,
+        reasons=frozenset(annotation.manifest.lower_bound_reasons),
+    )
+
+
 def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
     tables = {
         CALLS_FILE: annotation.call_table,
         LAUNCHES_FILE: annotation.launch_table,
         RELATIONS_FILE: annotation.relation_table,
     }
-    summary = summary_table(annotation)
-    rows = {name: len(table) for name, table in tables.items()} | {SUMMARY_FILE: len(summary)}
+    summaries = {SUMMARY_FILE: summary_table(annotation), MODULES_FILE: module_table(annotation)}
+    rows = {name: len(table) for name, table in (tables | summaries).items()}
     bodies = {
         name: encode_table(table, metadata=_file_metadata(annotation.manifest))
         for name, table in tables.items()
     }
-    bodies[SUMMARY_FILE] = encode_summary(summary)
+    bodies |= {name: encode_summary(table) for name, table in summaries.items()}
     files = {
         name: FileRow(rows=rows[name], bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
         for name, body in bodies.items()

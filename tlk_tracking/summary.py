@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation, summary_table
-from tlk_tracking.launch_summary import caller_column
 from tlk_tracking.records import (
     AttributionStatus,
     Availability,
@@ -187,7 +186,7 @@ def _phase_values(annotation: KernelAnnotation) -> tuple[dict[str, float], bool]
     calls, launches = annotation.call_table, annotation.launch_table
     if calls["phase"].null_count == len(calls):
         return {}, False
-    phase = caller_column(calls, annotation.relation_table, column="phase", launches=len(launches))
+    phase = launches["phase"]
     inside = pc.is_in(launches["step"], pa.array(annotation.complete_steps, pa.int64())).to_numpy()
     attributed = pc.equal(
         launches["attribution_status"].cast(pa.string()), AttributionStatus.ATTRIBUTED.value

@@ -256,7 +256,7 @@ def test_the_run_has_every_tag_and_every_artifact(main_job: tuple[str, str], che
     )
     assert {
         "annotation.json", "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet",
-        "launch_summary.csv",
+        "launch_summary.csv", "module_summary.csv",
     } <= files  # fmt: skip
     assert run.data.tags["tlk.availability"] == "recorded"
 
@@ -340,7 +340,9 @@ def test_a_fit_that_raises_keeps_its_window_and_the_next_one_is_good(
         fit(Raising(where), telemetry(), tmp_path, mlflow_sqlite)
     # A fit that raised waits 5 s at the most; a worker that is slower to start leaves the window in the outbox.
     waiting = Outbox(tmp_path / OUTBOX_NAME)
-    while waiting.raw_windows() or waiting.entries():  # it may be sending right now: then upload leaves it alone
+    while (
+        waiting.raw_windows() or waiting.entries()
+    ):  # it may be sending right now: then upload leaves it alone
         subprocess.run([sys.executable, "-c", UPLOAD, "upload", "--outbox", str(waiting.root)], check=False)
     client = MlflowClient(mlflow_sqlite)
     (run,) = client.search_runs([client.get_experiment_by_name("cuda").experiment_id])

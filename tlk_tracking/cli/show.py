@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from tlk_tracking.cli.targets import choose, open_target
 
+if TYPE_CHECKING:
+    from tlk_tracking.annotation import KernelAnnotation
+
 
 @click.command("show")
 @click.argument("target")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as strict JSON.")
+@click.option(
+    "--by",
+    type=click.Choice(["module", "phase", "operator", "kernel"]),
+    help="Show one row a module (with the modules inside it), phase, operator with its inputs, or kernel.",
+)
 @click.option("--window", type=int, help="First step of the window to show [the last one].")
 @click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
 @click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
 def command(
-    target: str, as_json: bool, window: int | None, rank: int | None, top: int, tracking_uri: str | None
+    target: str,
+    as_json: bool,
+    by: str | None,
+    window: int | None,
+    rank: int | None,
+    top: int,
+    tracking_uri: str | None,
 ) -> None:
     """Show one annotation of TARGET."""
     annotations = open_target(target, tracking_uri=tracking_uri)
     annotation = choose(annotations, window=window, rank=rank)
+    if by is not None:
+        _show_by(annotation, by, as_json=as_json, top=top)
+        return
     if as_json:
         from tlk_tracking.summary import facts
 
@@ -33,3 +51,13 @@ def command(
     if len(annotations) > 1:
         others = ", ".join(a.folder_name for a in annotations if a is not annotation)
         click.echo(f"also in {target}: {others} (choose with --window and --rank)")
+
+
+def _show_by(annotation: KernelAnnotation, by: str, *, as_json: bool, top: int) -> None:
+    from tlk_tracking.cli import show_by
+
+    table = show_by.group(annotation, show_by.By(by))
+    if as_json:
+        click.echo(json.dumps(show_by.as_json(table), sort_keys=True, allow_nan=False, indent=2))
+    else:
+        show_by.print_groups(table, show_by.By(by), top=top)
