@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from tlk_tracking.growing_columns import ROWS_AT_ONCE, Bools, Int64s, Ints
+from tlk_tracking.growing_columns import Bools, Int64s, Ints
 from tlk_tracking.records import MARKER_PREFIX
 from tlk_tracking.trace_blocks import TraceHeader
+
+# At millions of rows each temporary column would count: long columns are worked on in slices.
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +111,8 @@ def without_idle_host_ops(events: EventColumns) -> EventColumns:
     named = np.append(np.unique(events.records.external_id), np.iinfo(np.int64).max)
     is_ours = np.array([name.startswith(MARKER_PREFIX) for name in names], bool)
     kept = np.zeros(len(ops), bool)
-    for begin in range(0, len(ops), ROWS_AT_ONCE):
-        rows = slice(begin, begin + ROWS_AT_ONCE)
+    for begin in range(0, len(ops), _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
         next_call = call_starts[np.searchsorted(call_starts, ops.start_ns[rows])]
         external_id = ops.external_id[rows]
         kept[rows] = (

@@ -1,8 +1,10 @@
-"""Columns that grow block by block and are then taken, so that nothing is held twice (values -> arrays)."""
+"""Columns that grow block by block and are then taken, so that nothing is held twice (events -> arrays)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,40 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tlk_tracking.trace_blocks import TraceEvent
+
 Int64s = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.signedinteger[Any]]
 Bools = npt.NDArray[np.bool_]
 
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
-MAX_TIME_US = 2.0**61 / 1000
-ROWS_AT_ONCE = 1 << 16
+_MAX_TIME_US = 2.0**61 / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedEvents:
+    """The events of a block whose times can be read, and their times in ns."""
+
+    events: list[TraceEvent]
+    start_ns: Int64s
+    duration_ns: Int64s
+
+
+def read_times(events: list[TraceEvent]) -> TimedEvents:
+    """Read the times of events and leave out those that have none.
+
+    DESIGN rule 8: round(ts_us * 1000); truncation would make one duration in 140 a nanosecond short.
+    """
+    start = np.array([e.ts for e in events], np.float64)  # None becomes nan
+    duration = np.array([e.dur for e in events], np.float64)
+    readable = (np.abs(start) < _MAX_TIME_US) & (np.abs(duration) < _MAX_TIME_US)
+    if not readable.all():
+        events, start, duration = list(compress(events, readable)), start[readable], duration[readable]
+    return TimedEvents(
+        events=events,
+        start_ns=np.rint(start * 1000).astype(np.int64),
+        duration_ns=np.rint(duration * 1000).astype(np.int64),
+    )
 
 
 class Codes(dict[object, int]):
@@ -28,50 +57,27 @@ class Codes(dict[object, int]):
 
 
 class IntColumn:
-    """Integers; four bytes each until one of them needs eight."""
+    """Integers, each in the fewest bytes that hold all of them so far."""
 
     def __init__(self) -> None:
-        self._dtype: type[np.int32 | np.int64] = np.int32
+        self._range: np.iinfo[Any] = np.iinfo(np.int16)  # of whichever width
         self._values = bytearray()
 
-    def extend(self, values: list[int]) -> None:
+    def extend(self, values: list[int] | Int64s) -> None:
         """Append the values of one block."""
-        try:
-            self._values += np.array(values, self._dtype).data
-        except OverflowError:
-            self._values = bytearray(np.frombuffer(self._values, self._dtype).astype(np.int64).data)
-            self._dtype = np.int64
-            self._values += np.array(values, np.int64).data
+        block = np.asarray(values, np.int64)
+        low, high = int(block.min(initial=0)), int(block.max(initial=0))
+        if low < self._range.min or high > self._range.max:
+            held = np.frombuffer(self._values, self._range.dtype)
+            wider = np.iinfo(np.int32)
+            self._range = wider if wider.min <= low and high <= wider.max else np.iinfo(np.int64)
+            self._values = bytearray(held.astype(self._range.dtype).data)
+        self._values += block.astype(self._range.dtype).data
 
     def take(self) -> Ints:
         """Return the column and leave it empty."""
         values, self._values = self._values, bytearray()
-        return np.frombuffer(values, self._dtype)
-
-
-class TimeColumn:
-    """Times in microseconds as Kineto writes them, None where it wrote none; they become nanoseconds."""
-
-    def __init__(self) -> None:
-        self._values = bytearray()
-
-    def extend(self, values: list[float | None]) -> None:
-        """Append the values of one block."""
-        self._values += np.array(values, np.float64).data
-
-    def take(self) -> tuple[Int64s, Bools]:
-        """Return the nanoseconds and which of them could be read, and leave the column empty.
-
-        DESIGN rule 8: round(ts_us * 1000); truncation would make one duration in 140 a nanosecond short.
-        """
-        microseconds, self._values = np.frombuffer(self._values, np.float64), bytearray()
-        readable = np.zeros(len(microseconds), bool)
-        nanoseconds = microseconds.view(np.int64)
-        for begin in range(0, len(microseconds), ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            readable[rows] = np.abs(microseconds[rows]) < MAX_TIME_US
-            nanoseconds[rows] = np.rint(np.where(readable[rows], microseconds[rows], 0) * 1000)
-        return nanoseconds, readable
+        return np.frombuffer(values, self._range.dtype)
 
 
 class CountColumn:
@@ -109,5 +115,5 @@ class TextColumn:
         codes = self._column.take()
         texts = [self._text(value) for value in self._codes if value is not None]
         return pa.DictionaryArray.from_arrays(
-            pa.array(codes - 1, mask=codes == 0), pa.array(texts, pa.string())
+            pa.array(codes.astype(np.int32) - 1, mask=codes == 0), pa.array(texts, pa.string())
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +16,13 @@ import pyarrow as pa
 from tlk_tracking.errors import TraceError
 from tlk_tracking.event_columns import DeviceRecords, EventColumns, HostRanges, RuntimeCalls, rows_of
 from tlk_tracking.growing_columns import (
-    Bools,
     Codes,
     CountColumn,
     Int64s,
     IntColumn,
-    Ints,
     TextColumn,
-    TimeColumn,
+    TimedEvents,
+    read_times,
 )
 from tlk_tracking.records import MARKER_PREFIX, LaunchKind
 from tlk_tracking.trace_blocks import EventArgs, TraceBlocks, TraceEvent
@@ -34,6 +32,7 @@ KIND_OF_CATEGORY = {
     "gpu_memcpy": LaunchKind.MEMCPY,
     "gpu_memset": LaunchKind.MEMSET,
 }
+_CATEGORIES = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", *KIND_OF_CATEGORY})
 _MARKER = re.compile(MARKER_PREFIX + "([0-9a-f]{8}::(?:op|step))::([0-9]{1,16})")
 _MAX_NUMBER = 2**53
 _PROFILER_STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -76,52 +75,36 @@ def _collector_paused() -> Iterator[None]:
 
 
 class _Names(Codes):
-    """Number names as they come; a marker gets -1 - its place among the markers, whose names all differ."""
+    """Number names as they come; a marker, whose name comes only once, goes to `found` and gets -1."""
 
     def __init__(self) -> None:
-        self.marker_kinds = Codes()
-        self.marker_kind = array("q")
-        self.marker_number = array("q")
+        self.found: list[tuple[str, int]] = []
 
     def __missing__(self, name: object) -> int:
-        if isinstance(name, str) and (marker := _MARKER.fullmatch(name)) and int(marker[2]) <= _MAX_NUMBER:
+        if isinstance(name, str) and (marker := _MARKER.fullmatch(name)):
             kind, number = marker.groups()
-            self.marker_kind.append(self.marker_kinds[kind])
-            self.marker_number.append(int(number))
-            return -len(self.marker_number)
+            if int(number) <= _MAX_NUMBER:
+                self.found.append((kind, int(number)))
+                return -1
         return super().__missing__(name)
 
 
-class _HostColumns:
-    """Ranges of one category on host threads; the label is what `_Names` gives their name."""
+class _RangeColumns:
+    """Ranges on host threads."""
 
     def __init__(self) -> None:
-        self.label, self.thread, self.external_id = IntColumn(), IntColumn(), IntColumn()
-        self.start, self.duration = TimeColumn(), TimeColumn()
-        self.unreadable = 0
+        self.columns = {
+            name: IntColumn() for name in ("label", "thread", "start_ns", "duration_ns", "external_id")
+        }
 
-    def extend(self, events: list[TraceEvent], names: _Names, threads: Codes) -> None:
-        self.label.extend([names[e.name] for e in events])
-        self.thread.extend([threads[e.pid, e.tid] for e in events])
-        self.external_id.extend([(e.args.external_id or 0) if e.args else 0 for e in events])
-        self.start.extend([e.ts for e in events])
-        self.duration.extend([e.dur for e in events])
+    def extend(self, block: dict[str, Int64s]) -> None:
+        for name, column in self.columns.items():
+            column.extend(block[name])
 
-    def take(self) -> tuple[HostRanges, HostRanges]:
-        """Return ranges with a name, and markers."""
-        start, end, readable = _take_times(self.start, self.duration)
-        columns: dict[str, Ints] = {
-            "label": self.label.take(), "thread": self.thread.take(), "external_id": self.external_id.take(),
-            "start_ns": start, "end_ns": end,
-        }  # fmt: skip
-        del start, end
-        self.unreadable = int((~readable).sum())
-        named = columns["label"] >= 0
-        markers = {name: column[readable & ~named] for name, column in columns.items()}
-        named &= readable
-        for name in columns:  # one by one: there may be millions of rows
-            columns[name] = columns[name][named]
-        return HostRanges(**columns), HostRanges(**markers)
+    def take(self) -> HostRanges:
+        taken = {name: column.take() for name, column in self.columns.items()}
+        start = taken.pop("start_ns").astype(np.int64, copy=False)
+        return HostRanges(start_ns=start, end_ns=start + taken.pop("duration_ns"), **taken)
 
 
 class _CallColumns:
@@ -129,25 +112,24 @@ class _CallColumns:
 
     def __init__(self) -> None:
         self.name, self.thread, self.correlation = IntColumn(), IntColumn(), IntColumn()
-        self.start, self.duration = TimeColumn(), TimeColumn()
-        self.unreadable = 0
+        self.start, self.duration = IntColumn(), IntColumn()
 
-    def extend(self, events: list[TraceEvent], names: _Names, threads: Codes) -> None:
+    def extend(self, timed: TimedEvents, names: _Names, threads: Codes) -> None:
+        events = timed.events
         self.name.extend([names.setdefault(e.name, len(names)) for e in events])  # a call is never a marker
         self.thread.extend([threads[e.pid, e.tid] for e in events])
         self.correlation.extend([(e.args.correlation or 0) if e.args else 0 for e in events])
-        self.start.extend([e.ts for e in events])
-        self.duration.extend([e.dur for e in events])
+        self.start.extend(timed.start_ns)
+        self.duration.extend(timed.duration_ns)
 
     def take(self) -> RuntimeCalls:
-        start, end, readable = _take_times(self.start, self.duration)
-        self.unreadable = int((~readable).sum())
+        start = self.start.take().astype(np.int64, copy=False)
         return RuntimeCalls(
-            name=self.name.take()[readable],
-            thread=self.thread.take()[readable],
-            start_ns=start[readable],
-            end_ns=end[readable],
-            correlation=self.correlation.take()[readable],
+            name=self.name.take(),
+            thread=self.thread.take(),
+            start_ns=start,
+            end_ns=start + self.duration.take(),
+            correlation=self.correlation.take(),
         )
 
 
@@ -155,17 +137,17 @@ class _RecordColumns:
     """Device records."""
 
     def __init__(self) -> None:
-        self.start, self.duration = TimeColumn(), TimeColumn()
+        self.start, self.duration = IntColumn(), IntColumn()
         self.correlation, self.external_id = IntColumn(), IntColumn()
         self.kind, self.launch_name = TextColumn(), TextColumn()
         self.device, self.stream, self.bytes = CountColumn(), CountColumn(), CountColumn()
         self.grid, self.block = TextColumn(_extent), TextColumn(_extent)
-        self.unreadable = 0
 
-    def extend(self, events: list[TraceEvent], kind: LaunchKind) -> None:
+    def extend(self, timed: TimedEvents, kind: LaunchKind) -> None:
+        events = timed.events
         args = [e.args or _NO_ARGS for e in events]
-        self.start.extend([e.ts for e in events])
-        self.duration.extend([e.dur for e in events])
+        self.start.extend(timed.start_ns)
+        self.duration.extend(timed.duration_ns)
         self.correlation.extend([a.correlation or 0 for a in args])
         self.external_id.extend([a.external_id or 0 for a in args])
         self.kind.extend([kind.value] * len(events))
@@ -177,19 +159,18 @@ class _RecordColumns:
         self.block.extend([a.block for a in args])
 
     def take(self) -> DeviceRecords:
-        start, start_readable = self.start.take()
-        duration, duration_readable = self.duration.take()
-        readable = start_readable & duration_readable
-        self.unreadable = int((~readable).sum())
         return DeviceRecords(
-            start_ns=start[readable],
-            duration_ns=duration[readable],
-            correlation=self.correlation.take()[readable],
-            external_id=self.external_id.take()[readable],
-            **{
-                name: getattr(self, name).take().filter(pa.array(readable))
-                for name in ("kind", "launch_name", "device", "stream", "bytes", "grid", "block")
-            },
+            start_ns=self.start.take().astype(np.int64, copy=False),
+            duration_ns=self.duration.take().astype(np.int64, copy=False),
+            correlation=self.correlation.take(),
+            external_id=self.external_id.take(),
+            kind=self.kind.take(),
+            launch_name=self.launch_name.take(),
+            device=self.device.take(),
+            stream=self.stream.take(),
+            bytes=self.bytes.take(),
+            grid=self.grid.take(),
+            block=self.block.take(),
         )
 
 
@@ -197,12 +178,13 @@ class _Columns:
     """Turn blocks of events into columns; nothing of a block is kept but its columns."""
 
     def __init__(self) -> None:
-        self.names = _Names()
+        self.names, self.annotation_names = _Names(), _Names()
         self.threads = Codes()
-        self.host_ops = _HostColumns()
-        self.annotations = _HostColumns()
+        self.host_ops, self.annotations, self.markers = _RangeColumns(), _RangeColumns(), _RangeColumns()
+        self.marker_kind = TextColumn()
         self.calls = _CallColumns()
         self.records = _RecordColumns()
+        self.unreadable = 0
 
     def extend(self, events: list[TraceEvent]) -> None:
         groups: defaultdict[str, list[TraceEvent]] = defaultdict(list)
@@ -210,25 +192,45 @@ class _Columns:
             if event.ph == "X":
                 groups[event.cat].append(event)
         for category, group in groups.items():
-            if category == "cpu_op":
-                self.host_ops.extend(group, self.names, self.threads)
-            elif category == "user_annotation":
-                self.annotations.extend(group, self.names, self.threads)
-            elif category in ("cuda_runtime", "cuda_driver"):
-                self.calls.extend(group, self.names, self.threads)
+            if category not in _CATEGORIES:
+                continue
+            timed = read_times(group)
+            self.unreadable += len(group) - len(timed.events)
+            if category in ("cpu_op", "user_annotation"):
+                self._extend_ranges(timed, category)
             elif category in KIND_OF_CATEGORY:
-                self.records.extend(group, KIND_OF_CATEGORY[category])
+                self.records.extend(timed, KIND_OF_CATEGORY[category])
+            else:
+                self.calls.extend(timed, self.names, self.threads)
+
+    def _extend_ranges(self, timed: TimedEvents, category: str) -> None:
+        annotated = category == "user_annotation"
+        names = self.annotation_names if annotated else self.names
+        block = {
+            "label": np.array([names[e.name] for e in timed.events], np.int64),
+            "thread": np.array([self.threads[e.pid, e.tid] for e in timed.events], np.int64),
+            "start_ns": timed.start_ns,
+            "duration_ns": timed.duration_ns,
+            "external_id": np.array(
+                [(e.args.external_id or 0) if e.args else 0 for e in timed.events], np.int64
+            ),
+        }
+        if names.found:
+            is_marker = block["label"] < 0
+            kinds, numbers = zip(*names.found, strict=True)
+            names.found.clear()
+            self.marker_kind.extend([f"{kind}::{category}" for kind in kinds])
+            marked = {name: column[is_marker] for name, column in block.items()}
+            self.markers.extend({**marked, "label": np.array(numbers, np.int64)})
+            block = {name: column[~is_marker] for name, column in block.items()}
+        (self.annotations if annotated else self.host_ops).extend(block)
 
     def build(self, blocks: TraceBlocks, session: str | None) -> EventColumns:
-        host_ops, ranges = self.host_ops.take()
-        annotations, annotated = self.annotations.take()
-        calls, records = self.calls.take(), self.records.take()
-        session, ops, steps, is_foreign = _sort_markers(
-            _concatenated(ranges, annotated), self.names, session=session, path=blocks.path
+        session, ops, steps, foreign = _sort_markers(
+            self.markers.take(), self.marker_kind.take(), session=session, path=blocks.path
         )
         # A range of another session is not ours: it is a host op like any other.
-        foreign = rows_of(ranges, is_foreign[: len(ranges)])
-        foreign = replace(foreign, label=np.full(len(foreign), self.names["foreign marker"], np.int32))
+        foreign = replace(foreign, label=np.full(len(foreign), self.names["foreign marker"]))
         return EventColumns(
             session=session,
             header=blocks.header,
@@ -236,40 +238,36 @@ class _Columns:
             thread_ids=tuple(_thread_id(key) for key in self.threads),
             op_markers=ops,
             step_markers=steps,
-            profiler_steps=_profiler_steps(annotations, tuple(self.names)),
-            host_ops=_concatenated(host_ops, foreign),
-            runtime_calls=calls,
-            records=records,
-            unreadable_events=blocks.unreadable
-            + sum(c.unreadable for c in (self.host_ops, self.annotations, self.calls, self.records)),
+            profiler_steps=_profiler_steps(self.annotations.take(), tuple(self.annotation_names)),
+            host_ops=_concatenated(self.host_ops.take(), foreign),
+            runtime_calls=self.calls.take(),
+            records=self.records.take(),
+            unreadable_events=self.unreadable + blocks.unreadable,
         )
 
 
 def _sort_markers(
-    markers: HostRanges, names: _Names, *, session: str | None, path: Path
-) -> tuple[str | None, HostRanges, HostRanges, Bools]:
-    """Return our session, our op markers, our step markers, and which markers are of another session."""
-    place = -1 - markers.label
-    kind = np.frombuffer(names.marker_kind, np.int64)[place]
-    kinds = [str(kind).split("::") for kind in names.marker_kinds]
+    markers: HostRanges, kind: pa.DictionaryArray, *, session: str | None, path: Path
+) -> tuple[str | None, HostRanges, HostRanges, HostRanges]:
+    """Return our session, our op markers, our step markers, and `cpu_op` markers of other sessions."""
+    kinds = [text.split("::") for text in kind.dictionary.to_pylist()]
     if session is None:
-        session = _only_session({kinds[k][0] for k in np.unique(kind).tolist()}, path)
-    is_op, is_step = (
-        np.isin(kind, [code for code, found in enumerate(kinds) if found == [session, what]])
-        for what in ("op", "step")
+        session = _only_session({own for own, _, _ in kinds}, path)
+    chosen = (
+        [own == session and what == "op" for own, what, _ in kinds],
+        [own == session and what == "step" for own, what, _ in kinds],
+        [own != session and category == "cpu_op" for own, _, category in kinds],
     )
-    number = np.frombuffer(names.marker_number, np.int64)[place]
-    op_rows = np.flatnonzero(is_op)
-    op_rows = op_rows[np.argsort(number[op_rows], kind="stable")]
-    repeated = number[op_rows[1:]][np.diff(number[op_rows]) == 0]
+    code = kind.indices.to_numpy()
+    op_rows, step_rows, foreign_rows = (np.flatnonzero(np.array(those, bool)[code]) for those in chosen)
+    ops = rows_of(markers, op_rows[np.argsort(markers.label[op_rows], kind="stable")])
+    repeated = ops.label[1:][np.diff(ops.label) == 0]
     if len(repeated):
         raise TraceError(
             f"{path.name}: the marker of ATen call {repeated[0]} of session {session} appears twice"
         )
-    step_rows = np.flatnonzero(is_step)
-    step_rows = step_rows[np.argsort(markers.start_ns[step_rows], kind="stable")]
-    ops, steps = (replace(rows_of(markers, rows), label=number[rows]) for rows in (op_rows, step_rows))
-    return session, ops, steps, ~(is_op | is_step)
+    steps = rows_of(markers, step_rows[np.argsort(markers.start_ns[step_rows], kind="stable")])
+    return session, ops, steps, rows_of(markers, foreign_rows)
 
 
 def _only_session(sessions: set[str], path: Path) -> str | None:
@@ -288,14 +286,6 @@ def _profiler_steps(annotations: HostRanges, names: tuple[object, ...]) -> HostR
     step_of = {code: int(match[1]) for code, match in matches if match}
     steps = rows_of(annotations, np.isin(annotations.label, list(step_of)))
     return replace(steps, label=np.array([step_of[code] for code in steps.label.tolist()], np.int64))
-
-
-def _take_times(start: TimeColumn, duration: TimeColumn) -> tuple[Int64s, Int64s, Bools]:
-    """Return starts and ends in ns, and where both could be read."""
-    start_ns, start_readable = start.take()
-    end_ns, duration_readable = duration.take()
-    end_ns += start_ns
-    return start_ns, end_ns, start_readable & duration_readable
 
 
 def _concatenated(first: HostRanges, second: HostRanges) -> HostRanges:
