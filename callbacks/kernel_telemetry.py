@@ -159,7 +159,8 @@ class KernelTelemetry(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the first step of this fit."""
         if self._fit is not None and self._worker is not None:
-            self._worker.start()
+            if self._fit.has_window_ahead(trainer.fit_loop.total_batch_idx + 1):
+                self._worker.start()  # its imports take seconds, better now than inside a window
             self._pass_boundary(trainer, self._fit)
 
     @_guarded

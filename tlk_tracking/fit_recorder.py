@@ -91,6 +91,10 @@ class FitRecorder:
         self._in_batch = False
         self.attention_step = 0
 
+    def has_window_ahead(self, step: int) -> bool:
+        """Return whether the schedule has a window from `step` on."""
+        return next_due(step, self._schedule, progress=self._progress) is not None
+
     @property
     def is_open(self) -> bool:
         """Whether a window is open, in its warm-up or recording."""
@@ -102,9 +106,8 @@ class FitRecorder:
         return self._recorder is not None and self._recorder.step is not None
 
     def request(self) -> None:
-        """Let a window begin at the next step, whatever the schedule says."""
-        if self._recorder is None:
-            self._progress = replace(self._progress, requested=True)
+        """Let a window begin at the next step that is in none, whatever the schedule says."""
+        self._progress = replace(self._progress, requested=True)
 
     def before_step(self, step: int) -> None:
         """Note that the step before `step` is over, and do what `step` needs."""
@@ -203,13 +206,15 @@ class FitRecorder:
 
     def _open(self, step: int) -> None:
         self._progress = self._progress.opened(step)
-        recorder = WindowRecorder(self._plan(step), base=self._facts.base, root=self._facts.root)
+        # Known before it is on, so that it is closed whatever happens, a Ctrl-C in the middle too.
+        self._recorder = recorder = WindowRecorder(
+            self._plan(step), base=self._facts.base, root=self._facts.root
+        )
         try:
             recorder.warm_up()
         except RecordingError as error:
+            self._drop()
             self._skip(recorder, str(error))
-            return
-        self._recorder = recorder
 
     def _begin(self, recorder: WindowRecorder, step: int) -> None:
         self._pauses = 0

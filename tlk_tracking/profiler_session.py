@@ -86,9 +86,11 @@ class ProfilerSession:
         if self._synchronize:
             torch.cuda.synchronize()
         assert self._profile is not None
-        self._profile.start_trace()
-        set_profiler_flag(RUNNING)
         self._state = _State.RUNNING
+        try:
+            self._profile.start_trace()
+        finally:  # also after a Ctrl-C: what `close` finds has to be ours
+            set_profiler_flag(RUNNING)
 
     def stop(self, trace: Path) -> None:
         """Stop recording after all that was launched has run, and write the Chrome trace.
@@ -138,7 +140,12 @@ class ProfilerSession:
                 opened.prepare_trace()
             if not profiled_here():
                 opened.start_trace()
-            _stop_without_synchronizing(opened)
+            try:
+                _stop_without_synchronizing(opened)
+            except KeyboardInterrupt:
+                if profiled_here():  # it came before torch had stopped
+                    _stop_without_synchronizing(opened)
+                raise
         finally:
             self._leave()
 
