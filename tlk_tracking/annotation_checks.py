@@ -61,7 +61,7 @@ def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, rel
 
 
 def _check_calls(manifest: Manifest, calls: pa.Table) -> None:
-    sequence = _required(calls, "sequence", _CALLS)
+    sequence = _int64s(calls, "sequence")
     bad = np.flatnonzero(np.diff(sequence) <= 0)
     if len(bad):
         _refuse("is not larger than in the row before", _CALLS, int(bad[0]) + 1, "sequence")
@@ -86,7 +86,7 @@ def _check_unavailable(launches: pa.Table, relations: pa.Table) -> None:
 
 
 def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
-    number = _required(launches, "launch", _LAUNCHES)
+    number = _int64s(launches, "launch")
     bad = np.flatnonzero(number != np.arange(len(number)))
     if len(bad):
         _refuse("is not the row number", _LAUNCHES, int(bad[0]), "launch")
@@ -154,8 +154,8 @@ def _check_availability(manifest: Manifest, launches: pa.Table) -> None:
 
 
 def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
-    sequence = _required(relations, "sequence", _RELATIONS)
-    launch = _required(relations, "launch", _RELATIONS)
+    sequence = _int64s(relations, "sequence")
+    launch = _int64s(relations, "launch")
     _check_closed(relations, "origin", Origin, _RELATIONS, nullable=False)
     bad = np.flatnonzero(~np.isin(sequence, calls["sequence"].to_numpy()))
     if len(bad):
@@ -282,9 +282,7 @@ def _refuse_where(mask: pa.ChunkedArray, what: str, field: str) -> None:
         _refuse(what, _LAUNCHES, row, field)
 
 
-def _required(table: pa.Table, name: str, file: str) -> np.typing.NDArray[np.int64]:
-    if table[name].null_count:
-        _refuse("is null", file, pc.index(pc.is_null(table[name]), True).as_py(), name)
+def _int64s(table: pa.Table, name: str) -> np.typing.NDArray[np.int64]:
     return np.asarray(table[name].to_numpy(), np.int64)
 
 

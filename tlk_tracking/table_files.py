@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tlk_tracking.errors import AnnotationError
@@ -52,6 +53,10 @@ def decode_table(
         if isinstance(error, AnnotationError):
             raise
         raise AnnotationError(f"is not readable parquet: {error}", file=name) from error
+    for field in schema:
+        if not field.nullable and table[field.name].null_count:
+            row = pc.index(pc.is_null(table[field.name]), True).as_py()
+            raise AnnotationError("is null", file=name, row=row, field=field.name)
     return table.cast(schema)
 
 
