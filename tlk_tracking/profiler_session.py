@@ -220,8 +220,10 @@ def _another_is_scheduled(steps: int) -> bool:
 
 
 def _any_scheduled(steps: int) -> bool:
-    for found in gc.get_objects():
-        if issubclass(type(found), profile) and found.record_steps:
+    kinds = {profile, *profile.__subclasses__()}
+    for found in [each for each in gc.get_objects() if type(each) in kinds]:
+        # A profiler that is still being made has no schedule yet.
+        if vars(found).get("record_steps"):
             ahead = range(found.step_num, found.step_num + _STEPS_OF_OTHERS * (steps + 1))
             if any(found.schedule(step) is not ProfilerAction.NONE for step in ahead):
                 return True
