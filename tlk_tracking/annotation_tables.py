@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation
 from tlk_tracking.event_columns import EventColumns
-from tlk_tracking.growing_columns import Int64s
+from tlk_tracking.growing_columns import Bools, Int64s
 from tlk_tracking.launch_places import place_launches
 from tlk_tracking.records import AttributionStatus, CallSource, Origin
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
@@ -25,9 +28,8 @@ def make_call_table(
     thread = threads[ranges.thread] if len(ranges) else np.empty(0, np.int64)
     if calls is not None:
         return _join_markers(calls, correlation, thread)
-    columns: dict[str, pa.Array] = {
-        name: pa.nulls(len(ranges), ATEN_CALLS.field(name).type) for name in ATEN_CALLS.names
-    }
+    unknown = {kind: pa.nulls(len(ranges), kind) for kind in set(ATEN_CALLS.types)}
+    columns: dict[str, pa.Array] = {field.name: unknown[field.type] for field in ATEN_CALLS}
     columns["sequence"] = pa.array(ranges.label)
     columns["step"] = _masked(correlation.call_step)
     columns["thread"] = pa.array(thread, mask=thread == _NO_THREAD)
@@ -87,42 +89,44 @@ def make_launch_tables(
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
     index = pa.array(order)
-    valid = correlation.record_time_valid
-    attributed = np.zeros(len(records), bool)
-    attributed[correlation.relation_record] = True
-    start = records.start_ns - (correlation.first_bracket_ns or 0)
+    attributed = np.zeros(len(records), np.int32)
+    attributed[correlation.relation_record] = 1
+    statuses = pa.array([AttributionStatus.UNATTRIBUTED.value, AttributionStatus.ATTRIBUTED.value])
+    gap_names = pa.array([reason.value for reason in LAUNCH_GAPS])
+    started = records.start_ns > 0
     call_start = correlation.record_call_start_ns
     latency = records.start_ns - np.ma.getdata(call_start)
-    no_latency = np.ma.getmaskarray(call_start) | (latency < 0) | (records.start_ns <= 0)
-    statuses = pa.array([AttributionStatus.UNATTRIBUTED.value, AttributionStatus.ATTRIBUTED.value])
+    in_time = started & ~np.ma.getmaskarray(call_start) & (latency >= 0)
+    origin_ns = correlation.first_bracket_ns
     places = place_launches(events, correlation, calls)
-    gap_names = pa.array([reason.value for reason in LAUNCH_GAPS])
-    columns = {
-        "launch_name": records.launch_name,
-        "device": records.device,
-        "stream": records.stream,
-        "duration": pa.array(records.duration_ns / 1000, mask=records.duration_ns <= 0),
-        "runtime_correlation": pa.array(records.correlation, mask=records.correlation == 0),
-        "attribution_status": pa.DictionaryArray.from_arrays(attributed.astype(np.int32), statuses),
-        "kind": records.kind,
-        "step": _masked(correlation.record_step),
-        "start_ns": pa.array(
-            start, mask=(records.start_ns <= 0) | np.full(len(start), correlation.first_bracket_ns is None)
-        ),
-        "time_valid": pa.array(valid),
-        "launch_latency_ns": pa.array(latency, mask=no_latency),
-        "gap": pa.DictionaryArray.from_arrays(_masked(correlation.record_gap).cast(pa.int32()), gap_names),
-        "bytes": records.bytes,
-        "grid": records.grid,
-        "block": records.block,
-        "graph_launch": places.graph_launch,
-        "phase": places.phase,
-        "module": places.module,
-        "module_call": places.module_call,
-    }
+
+    def sorted_column(values: npt.NDArray[Any], known: Bools) -> pa.Array:
+        # Sorted before it becomes Arrow's, which then holds no second copy.
+        return pa.array(values[order], mask=~known[order])
+
     launches = pa.table(
-        {"launch": pa.array(np.arange(len(order)))}
-        | {name: column.take(index) for name, column in columns.items()}
+        {
+            "launch": np.arange(len(order)),
+            "launch_name": records.launch_name.take(index),
+            "device": records.device.take(index),
+            "stream": records.stream.take(index),
+            "duration": sorted_column(records.duration_ns / 1000, records.duration_ns > 0),
+            "runtime_correlation": sorted_column(records.correlation, records.correlation != 0),
+            "attribution_status": pa.DictionaryArray.from_arrays(attributed[order], statuses),
+            "kind": records.kind.take(index),
+            "step": _masked(correlation.record_step[order]),
+            "start_ns": sorted_column(records.start_ns - (origin_ns or 0), started & (origin_ns is not None)),
+            "time_valid": correlation.record_time_valid[order],
+            "launch_latency_ns": sorted_column(latency, in_time),
+            "gap": pa.DictionaryArray.from_arrays(_masked(correlation.record_gap[order]), gap_names),
+            "bytes": records.bytes.take(index),
+            "grid": records.grid.take(index),
+            "block": records.block.take(index),
+            "graph_launch": places.graph_launch.take(index),
+            "phase": places.phase.take(index),
+            "module": places.module.take(index),
+            "module_call": places.module_call.take(index),
+        }
     ).cast(KERNEL_LAUNCHES)
     launch = number[correlation.relation_record]
     by_launch = np.lexsort((correlation.relation_sequence, launch))

@@ -50,10 +50,6 @@ COUNTS = (
     "max_records_per_launch",
 )
 TIMES = ("device_time_us", "device_busy_us")
-_COUNTED = (
-    "kind", "attribution_status", "runtime_correlation", "time_valid", "duration", "start_ns", "device", "stream",
-    "step",
-)  # fmt: skip
 _ATTRIBUTION_COUNTS = frozenset({"attributed", "relations", "aten_calls_with_launches"})
 
 
@@ -111,17 +107,13 @@ def count_totals(
     streams: dict[int, list[int]] | None = None
     if availability is not Availability.UNAVAILABLE:
         inside = pc.is_valid(launches["step"])
-        within = launches.select(_COUNTED).filter(inside)
-        values |= _count_launches(within)
-        values["outside_steps"] = len(launches) - len(within)
+        values |= _count_launches(launches, inside)
+        values |= _sum_times(launches, pc.and_(inside, launches["time_valid"]))
         dispatched = relations.filter(pc.equal(_plain(relations["origin"]), Origin.DISPATCH.value))
-        related = dispatched.filter(pc.take(inside, dispatched["launch"]))
-        values["relations"] = len(related)
-        values["aten_calls_with_launches"] = len(np.unique(related["sequence"].to_numpy()))
-        values |= _sum_times(within)
-        by_step = dict.fromkeys(steps, 0)
-        by_step |= _occurrences(within["step"])
-        streams = _streams(within)
+        related = dispatched["sequence"].filter(pc.take(inside, dispatched["launch"])).to_numpy()
+        values |= {"relations": len(related), "aten_calls_with_launches": len(np.unique(related))}
+        by_step = dict.fromkeys(steps, 0) | _occurrences(launches["step"].drop_null())
+        streams = _streams(launches.select(["device", "stream"]).filter(inside))
     return Totals(
         counts={
             name: Bounded(value=values[name], bound=_bound(name, values[name], reasons)) for name in COUNTS
@@ -146,25 +138,27 @@ def _bound(name: str, value: float | int | None, reasons: frozenset[GapReason]) 
     return bound_of(LOSES_ATTRIBUTION if name in _ATTRIBUTION_COUNTS else LOSES_ANYTHING, reasons)
 
 
-def _count_launches(within: pa.Table) -> dict[str, int]:
-    kinds, status = _occurrences(within["kind"]), _occurrences(within["attribution_status"])
-    _, records = np.unique(within["runtime_correlation"].drop_null().to_numpy(), return_counts=True)
+def _count_launches(launches: pa.Table, inside: pa.ChunkedArray) -> dict[str, int]:
+    kinds = _occurrences(launches["kind"].filter(inside))
+    status = _occurrences(launches["attribution_status"].filter(inside))
+    correlations = launches["runtime_correlation"].filter(inside).drop_null().to_numpy()
     return {
-        "launches": len(within),
+        "launches": sum(kinds.values()),
         "kernels": kinds.get(LaunchKind.KERNEL, 0),
         "memcpys": kinds.get(LaunchKind.MEMCPY, 0),
         "memsets": kinds.get(LaunchKind.MEMSET, 0),
         "attributed": status.get(AttributionStatus.ATTRIBUTED, 0),
         "unattributed": status.get(AttributionStatus.UNATTRIBUTED, 0),
-        "max_records_per_launch": int(records.max(initial=0)),
+        "outside_steps": len(launches) - sum(kinds.values()),
+        "max_records_per_launch": int(np.unique(correlations, return_counts=True)[1].max(initial=0)),
     }
 
 
-def _sum_times(within: pa.Table) -> dict[str, float]:
-    timed = within.filter(within["time_valid"])
-    duration_ns = np.rint(timed["duration"].to_numpy() * 1000).astype(np.int64)
-    start_ns = timed["start_ns"].to_numpy().astype(np.int64)
-    device = pc.fill_null(timed["device"], -1).to_numpy()
+def _sum_times(launches: pa.Table, timed: pa.ChunkedArray) -> dict[str, float]:
+    duration_us = launches["duration"].filter(timed).to_numpy()
+    duration_ns = np.rint(duration_us * 1000).astype(np.int64)
+    start_ns = launches["start_ns"].filter(timed).to_numpy()
+    device = pc.fill_null(launches["device"].filter(timed), -1).to_numpy()
     busy = sum(union_ns(start_ns[device == d], duration_ns[device == d]) for d in np.unique(device))
     return {"device_time_us": sum_ns(duration_ns) / 1000, "device_busy_us": busy / 1000}
 
