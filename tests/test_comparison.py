@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from annotations import (
@@ -477,3 +478,97 @@ def test_phases_are_lower_bounds_when_a_launch_has_none() -> None:
     comparison = compare_annotations(real("eager_transformer"), real("compiled_transformer"))
     rows = _rows(comparison, table=TableName.PHASE, measure="launches")
     assert {row.candidate_bound for row in rows} == {Bound.LOWER}
+
+
+def _lossy(annotation: KernelAnnotation, generator: np.random.Generator) -> KernelAnnotation:
+    """Return what a window sees that loses launches, relations or calls at random, with the gaps that say so."""
+    calls, launches, relations = annotation.call_table, annotation.launch_table, annotation.relation_table
+    reasons = []
+    if generator.random() < 0.4:
+        kept = generator.random(len(launches)) < 0.8
+        renumbered = np.cumsum(kept) - 1
+        launch = relations["launch"].to_numpy()
+        relations = relations.filter(pa.array(kept[launch])).set_column(
+            1, relations.schema.field("launch"), [renumbered[launch[kept[launch]]]]
+        )
+        launches = launches.filter(pa.array(kept)).set_column(
+            0, launches.schema.field("launch"), [np.arange(kept.sum())]
+        )
+        reasons.append(GapReason.LAUNCH_WITHOUT_RECORD)
+    if generator.random() < 0.4:
+        related = generator.random(len(relations)) < 0.8
+        lost = np.unique(relations["launch"].to_numpy()[~related])
+        relations = relations.filter(pa.array(related))
+        unplaced = np.isin(np.arange(len(launches)), lost)
+        for name in ("phase", "module"):
+            column = pc.if_else(pa.array(unplaced), None, launches[name].cast("string"))
+            launches = launches.set_column(
+                launches.schema.get_field_index(name),
+                launches.schema.field(name),
+                column.combine_chunks().dictionary_encode(),
+            )
+        reasons.append(GapReason.LAUNCHED_OUTSIDE_DISPATCHER)
+    if generator.random() < 0.4:
+        seen = generator.random(len(calls)) < 0.8
+        sequences = calls["sequence"].filter(pa.array(seen)).combine_chunks()
+        relations = relations.filter(pc.is_in(relations["sequence"], sequences))
+        calls = calls.filter(pa.array(seen))
+        reasons.append(GapReason.FOREIGN_THREAD)
+    return with_gap(with_tables(annotation, calls=calls, launches=launches, relations=relations), *reasons)
+
+
+def _changed(annotation: KernelAnnotation, generator: np.random.Generator) -> KernelAnnotation:
+    """Return another program: some calls, with their launches, are not in it."""
+    operators = np.array(annotation.call_table["operator"].to_pylist())
+    gone = generator.choice(np.unique(operators), size=5, replace=False)
+    kept = pa.array(~(np.isin(operators, gone) & (generator.random(len(operators)) < 0.7)))
+    calls = annotation.call_table.filter(kept)
+    relations = annotation.relation_table
+    in_calls = pc.is_in(relations["sequence"], calls["sequence"].combine_chunks())
+    related = np.zeros(len(annotation.launch_table), bool)
+    related[relations.filter(in_calls)["launch"].to_numpy()] = True
+    renumbered = np.cumsum(related) - 1
+    relations = relations.filter(in_calls)
+    return with_tables(
+        annotation,
+        calls=calls,
+        launches=annotation.launch_table.filter(pa.array(related)).set_column(
+            0, annotation.launch_table.schema.field("launch"), [np.arange(related.sum())]
+        ),
+        relations=relations.set_column(
+            1, relations.schema.field("launch"), [renumbered[relations["launch"].to_numpy()]]
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_claim_contradicts_what_ran_behind_a_loss(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    before = repeated(real("eager_transformer"), steps=1)
+    after = _changed(before, generator)
+    sides = [(before, after), (after, before)][seed % 2]
+    truth = {
+        (row.table, row.key, row.measure): row.verdict
+        for row in compare_annotations(*sides).rows
+        if row.measure not in TIME_MEASURES
+    }
+    seen = compare_annotations(*(_lossy(side, generator) for side in sides))
+    for row in seen.rows:
+        if row.verdict is not Verdict.UNDECIDED and row.measure not in TIME_MEASURES:
+            assert row.verdict is truth[row.table, row.key, row.measure]
+
+
+def test_an_empty_window_is_a_true_zero() -> None:
+    eager = real("eager_transformer")
+    empty = with_manifest(
+        with_tables(
+            eager, launches=eager.launch_table.slice(0, 0), relations=eager.relation_table.slice(0, 0)
+        ),
+        availability=Availability.EMPTY,
+    )
+    comparison = compare_annotations(eager, empty)
+    assert _total(comparison, "launches").verdict is Verdict.REMOVED
+    kernels = _rows(comparison, table=TableName.KERNEL)
+    assert {(row.candidate, row.candidate_bound, row.verdict) for row in kernels} == {
+        (None, Bound.EXACT, Verdict.REMOVED)
+    }
