@@ -17,14 +17,14 @@ FLOW = """
     torch_private modules fused markers step_brackets
     profiler_session
     environment window_recorder
-    trace_files trace_blocks growing_columns event_columns kineto_events
+    trace_files trace_blocks event_columns growing_columns kineto_events
     nested_ranges lost_launches correlation launch_places
     totals launch_summary module_summary
     manifest table_files annotation_checks annotation
     annotation_tables ops_file annotate trace_set
     timeline perfetto
     summary
-    step_tables key_text charts report_page report
+    step_tables step_counts key_text charts report_page report
     destinations outbox
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker

@@ -279,7 +279,8 @@ def test_ids_that_are_below_0_are_unknown(tmp_path: Path) -> None:
 
 def test_a_thread_of_no_number_has_no_number(tmp_path: Path) -> None:
     trace = one_step()
-    trace.host("aten::mm", 10, 20)["tid"] = "main"
+    trace.host("aten::mm", 5, 20)["tid"] = "main"
+    trace.call(99, 10)
     columns = _read(trace, tmp_path)
     assert columns.thread_ids[int(columns.host_ops.thread[1])] is None
 

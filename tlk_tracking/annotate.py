@@ -13,7 +13,7 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.annotation_tables import make_call_table, make_launch_tables, unavailable_launch
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, correlate
 from tlk_tracking.errors import TraceError
-from tlk_tracking.event_columns import EventColumns, without_idle_host_ops
+from tlk_tracking.event_columns import EventColumns
 from tlk_tracking.kineto_events import read_trace
 from tlk_tracking.manifest import (
     SCHEMA,
@@ -58,7 +58,7 @@ def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None)
     """
     if trace is None:
         return _build(window, events=None, correlation=None, calls=calls)
-    events = without_idle_host_ops(read_trace(trace, session=window.session))
+    events = read_trace(trace, session=window.session)
     return _build(window, events=events, correlation=correlate(events, steps=_steps(window)), calls=calls)
 
 
@@ -85,7 +85,7 @@ def import_trace(
     """
     said = None if ops is None else read_ops(Path(ops))
     session = None if said is None else said.session
-    events = without_idle_host_ops(read_trace(Path(trace), session=session, progress=progress))
+    events = read_trace(Path(trace), session=session, progress=progress)
     correlation = correlate(events)
     if said is not None and len(events.op_markers) + len(events.step_markers) == 0:
         raise TraceError(

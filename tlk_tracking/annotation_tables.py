@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation
-from tlk_tracking.event_columns import EventColumns
-from tlk_tracking.growing_columns import Bools, Int64s
+from tlk_tracking.event_columns import Bools, EventColumns, Int64s
 from tlk_tracking.launch_places import place_launches
 from tlk_tracking.records import AttributionStatus, CallSource, Origin
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS

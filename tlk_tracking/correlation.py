@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlk_tracking.errors import TraceError
-from tlk_tracking.event_columns import EventColumns, HostRanges
-from tlk_tracking.growing_columns import Bools, Int64s
+from tlk_tracking.event_columns import Bools, EventColumns, HostRanges, Int64s
 from tlk_tracking.lost_launches import count_lost_launches
 from tlk_tracking.nested_ranges import NONE, innermost, parents
 from tlk_tracking.records import Gap, GapReason
@@ -274,9 +273,7 @@ def _linked_calls(events: EventColumns, calls: HostRanges) -> tuple[Int64s, Bool
     # An id that two ranges carry names neither of them.
     unique, index, counts = np.unique(np.concatenate(ids), return_index=True, return_counts=True)
     unique, rows = unique[counts == 1], index[counts == 1]
-    linked = innermost(
-        calls, thread=np.concatenate(threads)[rows], time_ns=np.concatenate(starts)[rows]
-    )
+    linked = innermost(calls, thread=np.concatenate(threads)[rows], time_ns=np.concatenate(starts)[rows])
     place = np.searchsorted(unique, wanted)
     found = np.zeros(len(wanted), bool)
     inside = place < len(unique)

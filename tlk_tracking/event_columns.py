@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from tlk_tracking.growing_columns import Bools, Int64s, Ints
-from tlk_tracking.records import MARKER_PREFIX
 from tlk_tracking.trace_blocks import TraceHeader
 
-# At millions of rows each temporary column would count: long columns are worked on in slices.
-_ROWS_AT_ONCE = 1 << 16
+Int64s = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger[Any]]  # of any width
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ class EventColumns:
         op_markers: our ranges around ATen calls, sorted by sequence.
         step_markers: our step brackets, sorted by start; one step may have several.
         profiler_steps: `ProfilerStep#N` ranges of torch's own schedule.
-        host_ops: `cpu_op` events other than our own ranges.
+        host_ops: `cpu_op` events other than our own ranges; where we have step brackets only those that a rule
+            can ask for (see `kineto_events`).
         unreadable_events: events of the file that could not be read.
     """
 
@@ -96,31 +98,6 @@ class EventColumns:
     runtime_calls: RuntimeCalls
     records: DeviceRecords
     unreadable_events: int
-
-
-def without_idle_host_ops(events: EventColumns) -> EventColumns:
-    """Leave out the host ops that no rule asks for: three of four, and most of the memory of a long trace.
-
-    Asked for are those in which a runtime call starts, those that a record's external id names, and ranges of
-    ours. A trace without our brackets keeps all of them: they are its calls, or say where it begins and ends.
-    """
-    if events.session is None or not len(events.step_markers):
-        return events
-    ops, names = events.host_ops, events.names
-    call_starts = np.append(np.sort(events.runtime_calls.start_ns), np.iinfo(np.int64).max)
-    named = np.append(np.unique(events.records.external_id), np.iinfo(np.int64).max)
-    is_ours = np.array([name.startswith(MARKER_PREFIX) for name in names], bool)
-    kept = np.zeros(len(ops), bool)
-    for begin in range(0, len(ops), _ROWS_AT_ONCE):
-        rows = slice(begin, begin + _ROWS_AT_ONCE)
-        next_call = call_starts[np.searchsorted(call_starts, ops.start_ns[rows])]
-        external_id = ops.external_id[rows]
-        kept[rows] = (
-            (next_call < ops.end_ns[rows])
-            | (named[np.searchsorted(named, external_id)] == external_id)
-            | is_ours[ops.label[rows]]
-        )
-    return replace(events, host_ops=rows_of(ops, kept))
 
 
 def rows_of(ranges: HostRanges, index: Bools | Int64s) -> HostRanges:

@@ -8,18 +8,16 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tlk_tracking.trace_blocks import TraceEvent
-
-Int64s = npt.NDArray[np.int64]
-Ints = npt.NDArray[np.signedinteger[Any]]
-Bools = npt.NDArray[np.bool_]
+from tlk_tracking.event_columns import Bools, DeviceRecords, HostRanges, Int64s, Ints, RuntimeCalls
+from tlk_tracking.records import LaunchKind
+from tlk_tracking.trace_blocks import EventArgs, TraceEvent
 
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
 _MAX_TIME_US = 2.0**61 / 1000
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,9 @@ def read_times(events: list[TraceEvent]) -> TimedEvents:
         start_ns=np.rint(start * 1000).astype(np.int64),
         duration_ns=np.rint(duration * 1000).astype(np.int64),
     )
+
+
+_NO_ARGS = EventArgs()
 
 
 class Codes(dict[object, int]):
@@ -117,3 +118,119 @@ class TextColumn:
         return pa.DictionaryArray.from_arrays(
             pa.array(codes.astype(np.int32) - 1, mask=codes == 0), pa.array(texts, pa.string())
         )
+
+
+class RangeColumns:
+    """Ranges on host threads."""
+
+    def __init__(self) -> None:
+        self._columns = {
+            name: IntColumn() for name in ("label", "thread", "start_ns", "duration_ns", "external_id")
+        }
+
+    def extend(self, block: dict[str, Int64s]) -> None:
+        """Append the ranges of one block: columns by name."""
+        for name, column in self._columns.items():
+            column.extend(block[name])
+
+    def take(self) -> HostRanges:
+        """Return the ranges and leave the columns empty."""
+        return _ranges({name: column.take() for name, column in self._columns.items()})
+
+    def take_where(self, chosen: Callable[[HostRanges], Bools]) -> HostRanges:
+        """Return the chosen ranges and leave the columns empty; of millions no column is held twice."""
+        columns = {name: column.take() for name, column in self._columns.items()}
+        length = len(columns["label"])
+        rows = np.zeros(length, bool)
+        for begin in range(0, length, _ROWS_AT_ONCE):
+            some = slice(begin, begin + _ROWS_AT_ONCE)
+            rows[some] = chosen(_ranges({name: column[some] for name, column in columns.items()}))
+        for name in columns:
+            columns[name] = columns[name][rows]
+        return _ranges(columns)
+
+
+class CallColumns:
+    """CUDA runtime and driver calls."""
+
+    def __init__(self) -> None:
+        self.name, self.thread, self.correlation = IntColumn(), IntColumn(), IntColumn()
+        self.start, self.duration = IntColumn(), IntColumn()
+
+    def extend(self, timed: TimedEvents, names: Codes, threads: Codes) -> None:
+        """Append the calls of one block."""
+        events = timed.events
+        self.name.extend([names.setdefault(e.name, len(names)) for e in events])  # a call is never a marker
+        self.thread.extend([threads[e.pid, e.tid] for e in events])
+        self.correlation.extend([(e.args.correlation or 0) if e.args else 0 for e in events])
+        self.start.extend(timed.start_ns)
+        self.duration.extend(timed.duration_ns)
+
+    def take(self) -> RuntimeCalls:
+        """Return the calls and leave the columns empty."""
+        start = self.start.take().astype(np.int64, copy=False)
+        return RuntimeCalls(
+            name=self.name.take(),
+            thread=self.thread.take(),
+            start_ns=start,
+            end_ns=start + self.duration.take(),
+            correlation=self.correlation.take(),
+        )
+
+
+class RecordColumns:
+    """Device records."""
+
+    def __init__(self) -> None:
+        self.start, self.duration = IntColumn(), IntColumn()
+        self.correlation, self.external_id = IntColumn(), IntColumn()
+        self.kind, self.launch_name = TextColumn(), TextColumn()
+        self.device, self.stream, self.bytes = CountColumn(), CountColumn(), CountColumn()
+        self.grid, self.block = TextColumn(_extent), TextColumn(_extent)
+
+    def extend(self, timed: TimedEvents, kind: LaunchKind) -> None:
+        """Append the records of one block, all of one kind."""
+        events = timed.events
+        args = [e.args or _NO_ARGS for e in events]
+        self.start.extend(timed.start_ns)
+        self.duration.extend(timed.duration_ns)
+        self.correlation.extend([a.correlation or 0 for a in args])
+        self.external_id.extend([a.external_id or 0 for a in args])
+        self.kind.extend([kind.value] * len(events))
+        self.launch_name.extend([e.name or None for e in events])
+        self.device.extend([a.device for a in args])
+        self.stream.extend([a.stream for a in args])
+        self.bytes.extend([a.bytes for a in args])
+        self.grid.extend([a.grid for a in args])
+        self.block.extend([a.block for a in args])
+
+    def take(self) -> DeviceRecords:
+        """Return the records and leave the columns empty."""
+        return DeviceRecords(
+            start_ns=self.start.take().astype(np.int64, copy=False),
+            duration_ns=self.duration.take().astype(np.int64, copy=False),
+            correlation=self.correlation.take(),
+            external_id=self.external_id.take(),
+            kind=self.kind.take(),
+            launch_name=self.launch_name.take(),
+            device=self.device.take(),
+            stream=self.stream.take(),
+            bytes=self.bytes.take(),
+            grid=self.grid.take(),
+            block=self.block.take(),
+        )
+
+
+def _ranges(columns: dict[str, Ints]) -> HostRanges:
+    start = columns["start_ns"].astype(np.int64, copy=False)
+    return HostRanges(
+        label=columns["label"],
+        thread=columns["thread"],
+        start_ns=start,
+        end_ns=start + columns["duration_ns"],
+        external_id=columns["external_id"],
+    )
+
+
+def _extent(size: tuple[int, int, int]) -> str:
+    return f"{size[0]},{size[1]},{size[2]}"

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.correlation import Correlation
-from tlk_tracking.event_columns import EventColumns, HostRanges
-from tlk_tracking.growing_columns import Int64s, Ints
-from tlk_tracking.nested_ranges import NONE, innermost
+from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s, Ints
+from tlk_tracking.nested_ranges import NONE, innermost, named_ranges
 from tlk_tracking.records import MARKER_PREFIX, Phase
-
-_Found = TypeVar("_Found")
 
 GRAPH_LAUNCH_API = re.compile(r"cu(?:da)?GraphLaunch(?:_v[0-9]+)?(?:_ptsz)?")
 # The range that torch's autograd engine puts around the evaluation of each node.
@@ -92,11 +88,13 @@ def _surroundings(
         return {}
     call = np.ma.getdata(correlation.record_call)[records]
     thread, time_ns = events.runtime_calls.thread[call], events.runtime_calls.start_ns[call]
-    evaluations, _ = _named(events, lambda name: name if name.startswith(_EVALUATION) else None)
+    evaluations, _ = named_ranges(events, lambda name: name if name.startswith(_EVALUATION) else None)
     modules, module_of = _named(
         events, re.compile(f"{MARKER_PREFIX}{events.session}::module::(.*)", re.S).match
     )
-    moments, phase_of = _named(events, re.compile(f"{MARKER_PREFIX}{events.session}::phase::(.*)").match)
+    moments, phase_of = named_ranges(
+        events, re.compile(f"{MARKER_PREFIX}{events.session}::phase::(.*)").match
+    )
     evaluation = innermost(evaluations, thread=thread, time_ns=time_ns)
     module = innermost(modules, thread=thread, time_ns=time_ns)
     moment = _latest(moments, thread=thread, time_ns=time_ns)
@@ -125,14 +123,6 @@ def _agreed(
     ):
         said[evaluation].append(Place(**place))
     return {evaluation: _common(places) for evaluation, places in said.items()}
-
-
-def _named(events: EventColumns, read: Callable[[str], _Found | None]) -> tuple[HostRanges, list[_Found]]:
-    """Return the host ranges whose name `read` can read, and what it read of each."""
-    known = {code: found for code, name in enumerate(events.names) if (found := read(name)) is not None}
-    chosen = np.isin(events.host_ops.label, list(known))
-    ranges = HostRanges(**{name: getattr(events.host_ops, name)[chosen] for name in HostRanges.__slots__})
-    return ranges, [known[code] for code in ranges.label.tolist()]
 
 
 def _latest(moments: HostRanges, *, thread: Ints, time_ns: Int64s) -> Int64s:

@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 
-from tlk_tracking.event_columns import EventColumns
-from tlk_tracking.growing_columns import Bools
+from tlk_tracking.event_columns import Bools, EventColumns
 
 LAUNCH_APIS = re.compile(
     r"(?:cudaLaunchKernel|cudaLaunchKernelExC|cudaLaunchCooperativeKernel|cudaLaunchCooperativeKernelMultiDevice"

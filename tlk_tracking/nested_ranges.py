@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 
-from tlk_tracking.event_columns import HostRanges
-from tlk_tracking.growing_columns import Int64s
+from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s
+
+_Found = TypeVar("_Found")
 
 NONE = -1  # an index into nothing; only in index columns inside the pipeline
 
@@ -38,6 +42,16 @@ def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> 
             else NONE
         )
     return np.where(position == NONE, NONE, order[position])
+
+
+def named_ranges(
+    events: EventColumns, read: Callable[[str], _Found | None]
+) -> tuple[HostRanges, list[_Found]]:
+    """Return the host ranges whose name `read` can read, and what it read of each."""
+    known = {code: found for code, name in enumerate(events.names) if (found := read(name)) is not None}
+    chosen = np.isin(events.host_ops.label, list(known))
+    ranges = HostRanges(**{name: getattr(events.host_ops, name)[chosen] for name in HostRanges.__slots__})
+    return ranges, [known[code] for code in ranges.label.tolist()]
 
 
 def parents(ranges: HostRanges) -> Int64s:
