@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from tlk_tracking.records import (
     Phase,
     StepOutcome,
 )
+from tlk_tracking.tables import MAX_MODULE_LENGTH, MAX_NAME_LENGTH
 from tlk_tracking.totals import Bounded, count_totals
 
 _CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet"
@@ -34,7 +36,7 @@ _LAUNCH_FACTS = (
     "phase", "module", "module_call",
 )  # fmt: skip
 
-MAX_EXPANDED_BYTES = 4 << 30
+MAX_TEXT_BYTES = (2 << 30) - 1  # what one Arrow array of texts holds
 # Times beyond these cannot be told from an overflow: 104 days for one launch, 73 years for a window.
 _MAX_DURATION_US = 2.0**53 / 1000
 _MAX_START_NS = 2**61
@@ -49,7 +51,7 @@ def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, rel
         AnnotationError: names the file, and the first row and the field where there is one.
     """
     for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS)):
-        _check_expanded(table, file)
+        _check_lengths(table, file)
     _check_calls(manifest, calls)
     if manifest.availability is Availability.UNAVAILABLE:
         _check_unavailable(launches, relations)
@@ -260,20 +262,26 @@ def _complain_of_inputs(text: str) -> str | None:
     return None
 
 
+def _complain_of_length(text: str, *, longest: int) -> str | None:
+    return f"has {len(text)} characters" if len(text) > longest else None
+
+
 def _complain_of_extent(text: str) -> str | None:
     return None if _EXTENT.fullmatch(text) else "is not `x,y,z`"
 
 
-def _check_expanded(table: pa.Table, file: str) -> None:
-    """Refuse a table whose texts, each written out in every row, would not fit into memory."""
+def _check_lengths(table: pa.Table, file: str) -> None:
+    """Refuse texts that are too long, or that would not fit into memory when each row's is written out."""
     size = 0
-    for name in table.column_names:
+    for name in (field.name for field in table.schema if pa.types.is_dictionary(field.type)):
+        longest = MAX_MODULE_LENGTH if name == "module" else MAX_NAME_LENGTH
+        if name != "inputs":
+            _check_texts(table, name, file, partial(_complain_of_length, longest=longest))
         for chunk in table[name].chunks:
-            if pa.types.is_dictionary(chunk.type):
-                lengths = pc.fill_null(pc.binary_length(chunk.dictionary), 0).to_numpy().astype(np.int64)
-                size += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
-        if size > MAX_EXPANDED_BYTES:
-            _refuse(f"holds texts of more than {MAX_EXPANDED_BYTES} bytes", file, None, name)
+            lengths = pc.fill_null(pc.binary_length(chunk.dictionary), 0).to_numpy().astype(np.int64)
+            size += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
+        if size > MAX_TEXT_BYTES:
+            _refuse(f"holds texts of more than {MAX_TEXT_BYTES} bytes", file, None, name)
 
 
 def _refuse_where(mask: pa.ChunkedArray, what: str, field: str) -> None:

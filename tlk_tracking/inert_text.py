@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 
-# C0 and C1 controls, line separators, and the marks that turn the direction of text.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
-_FORMULA = re.compile(r"^\s*[=+\-@]")
+# The full-width forms too: spreadsheets in some languages take them for the plain ones.
+_FORMULA = re.compile(r"^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
 def visible(text: str) -> str:
-    """Return the text with each control character replaced by U+FFFD."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Return the text with U+FFFD for each character that is not printed.
+
+    Those are controls, line breaks, marks that turn the direction of text, invisible ones, lone surrogates.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def csv_cell(text: str) -> str:

@@ -14,31 +14,33 @@ from tlk_tracking.inert_text import csv_cell
 from tlk_tracking.records import GapReason, Origin
 from tlk_tracking.totals import LOSES_ATTRIBUTION, LOSES_TIME
 
+_JOINED = 8  # names of calls that share a launch; the others are a number
 SUMMARY_KEYS = ("phase", "operator", "launch_name", "kind", "grid", "block")
 
 
-def caller_column(calls: pa.Table, relations: pa.Table, *, column: str, launches: int) -> pa.Array:
-    """Return for each launch the value of `column` of the ATen call that launched it, null without one.
+def caller_column(calls: pa.Table, relations: pa.Table, *, column: str, launches: int) -> pa.DictionaryArray:
+    """Return for each launch the text in `column` of the ATen call that launched it, null without one.
 
-    A launch that several calls with different values share gets all of them, joined with ` + `.
+    A launch that several calls with different texts share gets them joined with ` + `.
     """
-    chosen = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
-    launch = chosen["launch"].to_numpy()
-    row = np.searchsorted(calls["sequence"].to_numpy(), chosen["sequence"].to_numpy())
-    index = np.full(launches, -1, np.int64)
-    index[launch] = row
-    values = calls[column].cast(pa.string()) if pa.types.is_dictionary(calls[column].type) else calls[column]
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    result = values.take(pa.array(index, mask=index < 0))
-    unique, count = np.unique(launch, return_counts=True)
-    shared = unique[count > 1]
-    if not len(shared):
-        return result
-    texts = result.to_pylist()
-    for each in shared.tolist():
-        found = {values[r].as_py() for r in row[launch == each].tolist()}
-        texts[each] = " + ".join(sorted(str(v) for v in found if v is not None)) or None
-    return pa.array(texts, result.type)
+    launch, sequence = _dispatched(relations)
+    row = np.searchsorted(calls["sequence"].to_numpy(), sequence)
+    texts = calls[column].unify_dictionaries().combine_chunks()
+    codes = pc.fill_null(texts.indices, -1).to_numpy()
+    code = np.full(launches, -1, np.int64)
+    code[launch] = codes[row]
+    known = texts.dictionary.to_pylist()
+    order = np.argsort(launch, kind="stable")
+    shared, first, count = np.unique(launch[order], return_index=True, return_counts=True)
+    several = count > 1
+    for each, begin, end in zip(*(a[several].tolist() for a in (shared, first, first + count)), strict=True):
+        found = sorted({known[c] for c in np.unique(codes[row[order[begin:end]]]).tolist() if c >= 0})
+        more = f" + {len(found) - _JOINED} more" if len(found) > _JOINED else ""
+        known.append(" + ".join(found[:_JOINED]) + more)
+        code[each] = len(known) - 1 if found else -1
+    return pa.DictionaryArray.from_arrays(
+        pa.array(code.astype(np.int32), mask=code < 0), pa.array(known, pa.string())
+    )
 
 
 def summarize_launches(
@@ -57,14 +59,11 @@ def summarize_launches(
     keyed = launches.append_column(
         "operator", caller_column(calls, relations, column="operator", launches=len(launches))
     )
-    keyed = keyed.append_column("calls", _owner_sequence(relations, len(launches)))
     keyed = keyed.filter(pc.is_in(keyed["step"], pa.array(complete_steps, pa.int64())))
-    plain = pa.table(
-        {name: keyed[name].cast(pa.string()).combine_chunks().dictionary_encode() for name in SUMMARY_KEYS}
-        | {name: keyed[name] for name in ("duration", "calls", "launch")}
-    )
-    grouped = plain.group_by(list(SUMMARY_KEYS), use_threads=False).aggregate(
-        [("launch", "count"), ("duration", "sum"), ("calls", "count_distinct")]
+    # Texts stay numbers until they are few.
+    keyed = keyed.select([*SUMMARY_KEYS, "duration", "launch"]).unify_dictionaries().combine_chunks()
+    grouped = keyed.group_by(list(SUMMARY_KEYS), use_threads=False).aggregate(
+        [("launch", "count"), ("duration", "sum"), ("launch", "list")]
     )
     steps = max(len(complete_steps), 1)
     time = pc.fill_null(grouped["duration_sum"], 0.0).to_numpy()
@@ -77,7 +76,7 @@ def summarize_launches(
         "launches_per_step": grouped["launch_count"].to_numpy() / steps,
         "device_time_us_per_step": np.round(time / steps, 3),
         "share": np.round(time / total, 6) if total else pa.nulls(len(grouped), pa.float64()),
-        "distinct_calls": grouped["calls_count_distinct"],
+        "distinct_calls": _count_calls(grouped["launch_list"], relations, launches=len(launches)),
         "lower_bound": pa.array([bool(present)] * len(grouped), pa.bool_()),
         "reasons": pa.array([" ".join(present)] * len(grouped), pa.string()),
     }
@@ -99,11 +98,20 @@ def encode_summary(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def _owner_sequence(relations: pa.Table, launches: int) -> pa.Array:
-    owner = np.full(launches, -1, np.int64)
-    dispatched = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
-    owner[_int64(dispatched["launch"])] = _int64(dispatched["sequence"])
-    return pa.array(owner, mask=owner < 0)
+def _count_calls(groups: pa.ChunkedArray, relations: pa.Table, *, launches: int) -> pa.Array:
+    """Return for each group of launches how many ATen calls launched them."""
+    lists = groups.combine_chunks()
+    group = np.full(launches, -1, np.int64)
+    group[lists.flatten().to_numpy()] = pc.list_parent_indices(lists).to_numpy()
+    launch, sequence = _dispatched(relations)
+    pairs = np.unique(np.stack((group[launch], sequence)), axis=1)[0]
+    return pa.array(np.bincount(pairs[pairs >= 0], minlength=len(lists)))
+
+
+def _dispatched(relations: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return launch and sequence of the relations that are of calls."""
+    chosen = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
+    return _int64(chosen["launch"]), _int64(chosen["sequence"])
 
 
 def _int64(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:

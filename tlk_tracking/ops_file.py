@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from tlk_tracking.errors import TraceError
 from tlk_tracking.records import CallOutcome, Phase
-from tlk_tracking.tables import ATEN_CALLS
+from tlk_tracking.tables import ATEN_CALLS, MAX_NAME_LENGTH
 from tlk_tracking.trace_files import open_input
 
 MAX_OPS_BYTES = 256 << 20
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 4 << 20
 
 class _OpsRow(msgspec.Struct, gc=False):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    operator: str
+    operator: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)]
     phase: Phase | None = None
     inputs: list[tuple[list[int], str, str]] | None = None
     outcome: CallOutcome | None = None

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+# Longest name (of a kernel, an operator) that is kept; what is longer is cut there when a trace is read.
+MAX_NAME_LENGTH = 1 << 16
+MAX_MODULE_LENGTH = 1 << 12
+
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 
 ATEN_CALLS = pa.schema(
@@ -48,10 +52,25 @@ KERNEL_LAUNCHES = pa.schema(
     ]
 )
 
+# `sequence` is an ATen call where `origin` is `dispatch`, else a fused node.
 LAUNCH_RELATIONS = pa.schema(
     [
         pa.field("sequence", pa.int64(), nullable=False),
         pa.field("launch", pa.int64(), nullable=False),
         pa.field("origin", _TEXT),
+    ]
+)
+
+# Nodes of compiled graphs that never ran as ATen calls; their numbers go on after those of the calls.
+FUSED_NODES = pa.schema(
+    [
+        pa.field("sequence", pa.int64(), nullable=False),
+        pa.field("graph", _TEXT),  # Inductor's name of the compiled graph
+        pa.field("node", pa.string()),
+        pa.field("operator", _TEXT),
+        pa.field("overload", _TEXT),
+        pa.field("original", _TEXT),  # the ATen operator before it was decomposed
+        pa.field("inner_module", _TEXT),  # inside the compiled module, "" being that itself
+        pa.field("output", _TEXT),  # JSON of [shape, dtype]; a size that was not known is a text
     ]
 )
