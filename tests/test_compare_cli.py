@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.cli import tlk
-from tlk_tracking.errors import ComparisonError, TlkError
+from tlk_tracking.errors import ComparisonError, ConfigurationError, TlkError
 from tlk_tracking.records import GapReason
 
 ROW_FIELDS = {
@@ -187,3 +187,10 @@ def test_across_devices_judges_times_of_two_gpu_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["only_one"]])
 def test_a_comparison_needs_two_targets(arguments: list[str]) -> None:
     assert _run(*arguments).exit_code == 2
+
+
+def test_a_page_that_cannot_be_written_is_an_error_that_names_the_file(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot write .*No such file"):
+        _run(folders["ddp_rank1"], folders["ddp_rank1"], "--html", str(tmp_path / "nowhere" / "page.html"))

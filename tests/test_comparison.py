@@ -572,3 +572,32 @@ def test_an_empty_window_is_a_true_zero() -> None:
     assert {(row.candidate, row.candidate_bound, row.verdict) for row in kernels} == {
         (None, Bound.EXACT, Verdict.REMOVED)
     }
+
+
+def _with_modules(annotation: KernelAnnotation, path: str) -> KernelAnnotation:
+    tables = []
+    for table in (annotation.call_table, annotation.launch_table):
+        column = pa.array([path] * len(table)).dictionary_encode()
+        tables.append(
+            table.set_column(table.schema.get_field_index("module"), table.schema.field("module"), column)
+        )
+    return with_tables(annotation, calls=tables[0], launches=tables[1])
+
+
+def test_a_module_is_the_same_one_inside_the_wrappers_of_compilation_sharding_and_checkpointing() -> None:
+    plain = _with_modules(real("eager_transformer"), "model.layers.0")
+    wrapped = _with_modules(
+        real("eager_transformer"), "model._orig_mod.layers._fsdp_wrapped_module.0._checkpoint_wrapped_module"
+    )
+    comparison = compare_annotations(plain, wrapped)
+    assert comparison.changes == ()
+    assert {row.key for row in _rows(comparison, table=TableName.MODULE)} == {'{"module":"model.layers.0"}'}
+
+
+def test_modules_known_on_one_side_only_are_in_no_key() -> None:
+    comparison = compare_annotations(
+        _with_modules(real("eager_transformer"), "model"), real("eager_transformer")
+    )
+    assert comparison.changes == ()
+    assert _rows(comparison, table=TableName.MODULE) == []
+    assert [each.field for each in comparison.context["candidate"]] == ["module_known"]

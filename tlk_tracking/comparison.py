@@ -20,7 +20,8 @@ from tlk_tracking.context import (
 from tlk_tracking.errors import ComparisonError
 from tlk_tracking.mlflow_tracking import load_run
 from tlk_tracking.records import Availability
-from tlk_tracking.step_tables import StepTables, known_call_keys, pool, step_tables
+from tlk_tracking.step_counts import count_steps, known_call_keys
+from tlk_tracking.step_tables import StepTables, pool
 from tlk_tracking.time_samples import Thresholds
 
 Annotations = KernelAnnotation | Sequence[KernelAnnotation]
@@ -207,7 +208,7 @@ class _Experiment:
         seeing = [one for one in annotations if one.manifest.availability is not Availability.UNAVAILABLE]
         counted = seeing or list(annotations)
         self.context: dict[str, Fact] = describe_context(annotations)
-        self.counts: StepTables = pool(step_tables(one, call_keys=keys) for one in counted)
+        self.counts: StepTables = pool(count_steps(one, call_keys=keys) for one in counted)
         self.side = Side(
             label=label,
             windows=tuple(

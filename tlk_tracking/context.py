@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.records import CallSource, LaunchKind
-from tlk_tracking.step_tables import known_call_keys
+from tlk_tracking.step_counts import known_call_keys
 
 # What decides most about whether numbers can be compared comes first.
 _ENVIRONMENT = ("gpu_model", "gpu_count", "driver", "cuda", "cupti", "torch", "precision", "strategy")

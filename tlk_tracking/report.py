@@ -25,14 +25,8 @@ from tlk_tracking.report_page import (
     render_within_limit,
     text_cell,
 )
-from tlk_tracking.step_tables import (
-    StepTable,
-    StepTables,
-    TableName,
-    decode_key,
-    known_call_keys,
-    step_tables,
-)
+from tlk_tracking.step_counts import count_steps, known_call_keys
+from tlk_tracking.step_tables import StepTable, StepTables, TableName, decode_key
 from tlk_tracking.summary import metrics
 
 _BARS = 12
@@ -52,7 +46,7 @@ def render_report(annotation: KernelAnnotation) -> str:
 
     Every number carries the sign of its bound, and every name is escaped.
     """
-    tables = step_tables(annotation, call_keys=known_call_keys(annotation))
+    tables = count_steps(annotation, call_keys=known_call_keys(annotation))
     overview = _overview(annotation, tables)
     return render_within_limit(
         lambda rows: Page(

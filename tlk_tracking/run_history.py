@@ -13,7 +13,8 @@ from tlk_tracking.intervals import weakest
 from tlk_tracking.mlflow_tracking import RunSummary, load_run, search_runs
 from tlk_tracking.records import Availability, Bound, GapReason
 from tlk_tracking.run_record import AVAILABILITY_TAG, LOWER_BOUND_TAG, METRIC_PREFIX, REASONS_TAG
-from tlk_tracking.step_tables import TableName, key_holds, known_call_keys, step_tables
+from tlk_tracking.step_counts import count_steps, known_call_keys
+from tlk_tracking.step_tables import TableName, key_holds
 from tlk_tracking.summary import METRIC_GAPS
 
 HISTORY_COLUMNS = (
@@ -129,7 +130,7 @@ def _number(
     asked = frozenset() if name is TableName.KERNEL else frozenset(key)
     for one in seeing or annotations:
         known = known_call_keys(one)
-        table = step_tables(one, call_keys=known & asked).tables.get(name)
+        table = count_steps(one, call_keys=known & asked).tables.get(name)
         if table is None or measure not in table.values or not asked <= known:
             return None, True, ""
         values = table.values[measure]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tlk_tracking.cli.pages import write_page
 from tlk_tracking.cli.progress import opening
 from tlk_tracking.cli.targets import open_target
 
@@ -98,7 +99,7 @@ def command(
     if html is not None:
         from tlk_tracking.comparison_report import render_comparison
 
-        html.write_text(render_comparison(comparison), encoding="utf-8")
+        write_page(html, render_comparison(comparison))
     if fail_on and _fails(
         comparison,
         fail_on,

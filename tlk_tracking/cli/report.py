@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from tlk_tracking.cli.pages import write_page
 from tlk_tracking.cli.targets import choose, open_target
 
 
@@ -20,5 +21,5 @@ def command(target: str, html: Path, window: int | None, rank: int | None, track
     from tlk_tracking.report import render_report
 
     annotation = choose(open_target(target, tracking_uri=tracking_uri), window=window, rank=rank)
-    html.write_text(render_report(annotation), encoding="utf-8")
+    write_page(html, render_report(annotation))
     click.echo(f"{html}: open it in a browser")

@@ -17,7 +17,8 @@ from tlk_tracking.key_text import show_key
 from tlk_tracking.module_summary import MODULE_MEASURES
 from tlk_tracking.number_text import show_number
 from tlk_tracking.records import Availability, Bound
-from tlk_tracking.step_tables import TableName, decode_key, known_call_keys, step_tables
+from tlk_tracking.step_counts import count_steps, known_call_keys
+from tlk_tracking.step_tables import TableName, decode_key
 
 if TYPE_CHECKING:
     from tlk_tracking.annotation import KernelAnnotation
@@ -130,7 +131,7 @@ def _modules(annotation: KernelAnnotation) -> GroupTable:
 def _steps(annotation: KernelAnnotation, by: By) -> GroupTable:
     name = TableName.CALL if by is By.OPERATOR else TableName(by.value)
     wanted = {"phase"} if by is By.PHASE else {"operator", "overload", "inputs"}
-    tables = step_tables(annotation, call_keys=known_call_keys(annotation) & wanted)
+    tables = count_steps(annotation, call_keys=known_call_keys(annotation) & wanted)
     table = tables.tables.get(name)
     if table is None or not len(tables.windows):
         return GroupTable(rows=(), bounds={}, reasons=())
