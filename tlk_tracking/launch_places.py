@@ -89,7 +89,7 @@ def _surroundings(
     call = np.ma.getdata(correlation.record_call)[records]
     thread, time_ns = events.runtime_calls.thread[call], events.runtime_calls.start_ns[call]
     evaluations, _ = named_ranges(events, lambda name: name if name.startswith(_EVALUATION) else None)
-    modules, module_of = _named(
+    modules, module_of = named_ranges(
         events, re.compile(f"{MARKER_PREFIX}{events.session}::module::(.*)", re.S).match
     )
     moments, phase_of = named_ranges(

@@ -14,7 +14,7 @@ _Found = TypeVar("_Found")
 NONE = -1  # an index into nothing; only in index columns inside the pipeline
 
 
-def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> Int64s:
+def innermost(ranges: HostRanges, *, thread: Ints | None, time_ns: Int64s) -> Int64s:
     """Return for each time the index of the innermost range `[start, end)` that contains it, or -1.
 
     Innermost is the latest start, then the earliest end. With `thread` only ranges of the same thread count;
@@ -22,16 +22,12 @@ def innermost(ranges: HostRanges, *, thread: Int64s | None, time_ns: Int64s) -> 
     """
     if not len(ranges) or not len(time_ns):
         return _none(len(time_ns))
-    range_thread = np.zeros(len(ranges), np.int64) if thread is None else ranges.thread.astype(np.int64)
-    time_thread = np.zeros(len(time_ns), np.int64) if thread is None else thread.astype(np.int64)
+    range_thread = np.zeros(len(ranges), np.int64) if thread is None else ranges.thread
+    time_thread = np.zeros(len(time_ns), np.int64) if thread is None else thread
     order = np.lexsort((-ranges.end_ns, ranges.start_ns, range_thread))
-    starts, ends, threads = ranges.start_ns[order], ranges.end_ns[order], range_thread[order]
-    # One number that sorts by thread, then by start.
-    ascending = np.sort(starts, kind="stable")
-    keys = threads * (len(ascending) + 1) + np.searchsorted(ascending, starts, "right")
-    wanted = time_thread * (len(ascending) + 1) + np.searchsorted(ascending, time_ns, "right")
-    position = np.searchsorted(keys, wanted, "right") - 1
-    position[(position < 0) | (threads[position] != time_thread)] = NONE
+    starts, threads = ranges.start_ns[order], range_thread[order]
+    position = _last_started(starts, threads, time_ns=time_ns, time_thread=time_thread)
+    ends = ranges.end_ns[order]
     over = np.flatnonzero((position != NONE) & (ends[position] <= time_ns))
     if len(over):
         # Where no range reaches into the next, none is open behind one that is over.
@@ -54,6 +50,21 @@ def named_ranges(
     return ranges, [known[code] for code in ranges.label.tolist()]
 
 
+def _last_started(starts: Int64s, threads: Ints, *, time_ns: Int64s, time_thread: Ints) -> Int64s:
+    """Return for each time the last range of its thread that began by then, or -1 (ranges sorted by both)."""
+    ascending = np.sort(starts, kind="stable")
+
+    def keys(thread: Ints, start: Int64s) -> Int64s:
+        # One number that sorts by thread, then by start.
+        key = np.searchsorted(ascending, start, "right")
+        key += thread * np.int64(len(ascending) + 1)
+        return key
+
+    position = np.searchsorted(keys(threads, starts), keys(time_thread, time_ns), "right") - 1
+    position[(position < 0) | (threads[position] != time_thread)] = NONE
+    return position
+
+
 def parents(ranges: HostRanges) -> Int64s:
     """Return the indices of ranges that hold another range of their thread."""
     parents: list[int] = []
@@ -73,7 +84,7 @@ def parents(ranges: HostRanges) -> Int64s:
     return np.array(parents, np.int64)
 
 
-def _first_open(threads: Int64s, ends: Int64s, *, position: Int64s, time_ns: Int64s) -> Int64s:
+def _first_open(threads: Ints, ends: Int64s, *, position: Int64s, time_ns: Int64s) -> Int64s:
     """Go from ranges that are over to the nearest range before them that is not, or -1.
 
     What ends no later than a range that is over is over too, so only the chain of ever later ends is looked at,
@@ -89,7 +100,7 @@ def _first_open(threads: Int64s, ends: Int64s, *, position: Int64s, time_ns: Int
     return leaps[0][position]
 
 
-def _previous_wider(threads: Int64s, ends: Int64s) -> Int64s:
+def _previous_wider(threads: Ints, ends: Int64s) -> Int64s:
     """For each range the nearest one of its thread before it that ends later, or -1 (ranges sorted by start)."""
     result: list[int] = []
     stack: list[tuple[int, int]] = []

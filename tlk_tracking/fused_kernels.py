@@ -1,0 +1,230 @@
+"""Keep what each generated kernel computes, from its compilation to its launches (Inductor -> ranges, GraphNotes)."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import json
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from tlk_tracking.fused_notes import GraphNotes, NodeNotes, decode_notes, encode_notes
+from tlk_tracking.inductor_private import (
+    NOTES,
+    Undo,
+    cache_key,
+    nodes_by_handle,
+    turn_provenance_on,
+    watch_graphs,
+    will_autotune,
+    wrapper_globals,
+)
+from tlk_tracking.records import MARKER_PREFIX
+from tlk_tracking.torch_private import NamedRange, skip_in_dynamo
+
+_HANDLE = re.compile(r"\s*# \[Provenance debug handles\] .*:(\d+)\s*")
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One compiled graph of this process.
+
+    Attributes:
+        number: its number in this process.
+        compiled: Inductor's object, as long as it lives.
+        names: the global names of its generated module, where its kernels are.
+        sites: handle by line of the generated source, by line.
+        launchers: names of the objects that the call sites launch.
+    """
+
+    number: int
+    compiled: Callable[[], Any]
+    notes: str
+    names: dict[str, Any]
+    sites: list[tuple[int, int]] = field(default_factory=list)
+    launchers: frozenset[str] = frozenset()
+
+
+class FusedKernels:
+    """The compiled graphs of one fit. Install it before the first compilation, and remove it in the end."""
+
+    def __init__(self) -> None:
+        self.fault: Exception | None = None
+        self._graphs: list[_Graph] = []
+        self._prefix: str | None = None
+        self._undo: list[Undo] = []
+
+    def install(self) -> None:
+        """Turn Inductor's provenance on and take note of every graph from now on."""
+        if not self._undo:
+            self._undo = [turn_provenance_on(), watch_graphs(made=self._note, ready=self._register)]
+
+    def remove(self) -> None:
+        """Put Inductor back as it was; does nothing the second time."""
+        self.detach()
+        while self._undo:
+            self._undo.pop()()
+
+    def attach(self, session: str) -> None:
+        """Put a range of this session around each launch of generated code."""
+        self._prefix = f"{MARKER_PREFIX}{session}"
+        for graph in self._graphs:
+            self._put_proxies(graph)
+
+    def detach(self) -> None:
+        """Take the ranges off; does nothing when they are off."""
+        self._prefix = None
+        for graph in self._graphs:
+            for name in graph.launchers:
+                proxy = graph.names.get(name)
+                if isinstance(proxy, _LaunchProxy):
+                    graph.names[name] = proxy.kernel
+
+    def notes(self) -> tuple[GraphNotes, ...]:
+        """Return what is known of each graph that still lives."""
+        found = []
+        for graph in self._graphs:
+            compiled = graph.compiled()
+            if compiled is not None:
+                notes = decode_notes(graph.notes)
+                found.append(
+                    GraphNotes(
+                        number=graph.number, key=cache_key(compiled), nodes=notes.nodes, handles=notes.handles
+                    )
+                )
+        return tuple(found)
+
+    def _note(self, compiled: Any, module: fx.GraphModule) -> None:
+        """Keep the nodes of a graph that was compiled just now on its own object."""
+        try:
+            setattr(compiled, NOTES, encode_notes(_describe(module)))
+        except Exception as error:  # noqa: BLE001 - a compilation never fails because of us
+            self._give_up(error)
+
+    def _register(self, compiled: Any) -> None:
+        try:
+            notes, names = getattr(compiled, NOTES, None), wrapper_globals(compiled)
+            if notes is None:
+                return  # an old cache entry
+            graph = _Graph(
+                number=len(self._graphs), compiled=weakref.ref(compiled), notes=notes, names=names or {}
+            )
+            if names is not None:
+                graph.sites, graph.launchers = _call_sites(
+                    Path(names["__file__"]).read_text(encoding="utf-8")
+                )
+            self._graphs.append(graph)
+            if self._prefix is not None:
+                self._put_proxies(graph)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+
+    def _put_proxies(self, graph: _Graph) -> None:
+        assert self._prefix is not None
+        for name in graph.launchers:
+            kernel = graph.names.get(name)
+            if kernel is not None and not isinstance(kernel, _LaunchProxy):
+                graph.names[name] = _LaunchProxy(kernel, graph=graph, prefix=self._prefix)
+
+    def _give_up(self, error: Exception) -> None:
+        if self.fault is None:
+            self.fault = error
+
+
+class _LaunchProxy:
+    """Stands in for one generated kernel in its module while steps are recorded."""
+
+    def __init__(self, kernel: Any, *, graph: _Graph, prefix: str) -> None:
+        self.kernel = kernel
+        self._graph = graph
+        self._prefix = prefix
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._range(sys._getframe(1).f_lineno):
+            return self.kernel(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launch a Triton kernel."""
+        with self._range(sys._getframe(1).f_lineno):
+            return self.kernel.run(*args, **kwargs)
+
+    def _range(self, line: int) -> Any:
+        sites = self._graph.sites
+        place = bisect.bisect_left(sites, (line, 0)) - 1
+        handle = sites[place][1] if place >= 0 else -1
+        kind = "autotune" if will_autotune(self.kernel) else "fused"
+        return NamedRange(f"{self._prefix}::{kind}::{self._graph.number}::{handle}")
+
+
+def _describe(module: fx.GraphModule) -> GraphNotes:
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    places = {node.name: place for place, node in enumerate(nodes)}
+    handles = {
+        int(site.rpartition(":")[2]): tuple(sorted(places[name] for name in names if name in places))
+        for site, names in nodes_by_handle().items()
+    }
+    return GraphNotes(
+        number=0, key=None, nodes=tuple(_describe_node(node) for node in nodes), handles=handles
+    )
+
+
+def _describe_node(node: fx.Node) -> NodeNotes:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    original = node.meta.get("original_aten")
+    value = node.meta.get("val")
+    described = None
+    if isinstance(value, torch.Tensor):
+        described = [[_size(size) for size in value.shape], str(value.dtype).removeprefix("torch.")]
+    return NodeNotes(
+        name=node.name,
+        target=str(node.target),
+        original=None if original is None else str(original),
+        module=next((str(source) for source, _ in reversed(list(stack.values()))), None),
+        output=None if described is None else json.dumps(described, separators=(",", ":")),
+    )
+
+
+def _size(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _call_sites(source: str) -> tuple[list[tuple[int, int]], frozenset[str]]:
+    """Return where in generated source each handle's call begins, and the names that those calls launch.
+
+    The call site is the outermost call of the first statement after the handle's comment.
+    """
+    lines = source.splitlines()
+    sites = [
+        (at, int(found[1])) for at, line in enumerate(lines, start=1) if (found := _HANDLE.fullmatch(line))
+    ]
+    statements = sorted(
+        (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr | ast.Assign)),
+        key=lambda node: node.lineno,
+    )
+    starts = [node.lineno for node in statements]
+    names = set()
+    for line, _ in sites:
+        place = bisect.bisect_right(starts, line)
+        called = statements[place].value if place < len(statements) else None
+        function = called.func if isinstance(called, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr == "run":
+            function = function.value
+        if isinstance(function, ast.Name):
+            names.add(function.id)
+    return sites, frozenset(names)
+
+
+for _function in (_LaunchProxy.__call__, _LaunchProxy.run, _LaunchProxy._range, _LaunchProxy.__getattr__):
+    skip_in_dynamo(cast(FunctionType, _function))
