@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s
+from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s, Ints
 
 _Found = TypeVar("_Found")
 

@@ -98,9 +98,13 @@ class TraceBlocks:
             yield from self._blocks(file)
 
     def _blocks(self, file: InputFile) -> Iterator[list[TraceEvent]]:
-        head = self._read(file, HEADER_BYTES)
-        begin = re.search(rb'"traceEvents"\s*:\s*\[\s*', head)
-        if begin is None or _BETWEEN not in head[begin.end() :]:
+        head = b""
+        begin = None
+        while begin is None and len(head) < HEADER_BYTES and (chunk := self._read(file, BLOCK_BYTES)):
+            head += chunk
+            found = _BEGIN.search(head)
+            begin = found if found is not None and _BETWEEN in head[found.end() :] else None
+        if begin is None:
             yield from self._whole(head, file)
             return
         self.header = _decode_header(head[: begin.end()] + b"]}", self.path)
@@ -178,6 +182,7 @@ class TraceBlocks:
         return events
 
 
+_BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[\s*')
 _BETWEEN = b"\n  },\n  {"
 _COMMA_BETWEEN = re.compile(rb"(?<=\n  \}),(?=\n  \{)")
 _EVENTS = msgspec.json.Decoder(list[TraceEvent])
