@@ -110,6 +110,10 @@ def test_a_gap_is_shown_with_its_count_and_evidence() -> None:
     assert f"<td>{gap.evidence}</td>" in html or f'<td class="long">{gap.evidence}</td>' in html
 
 
+def test_a_window_without_a_gap_says_so() -> None:
+    assert "<p>No gap was found.</p>" in render_report(real("eager_transformer"))
+
+
 def test_unavailable_device_telemetry_is_said_on_top_and_has_no_device_number() -> None:
     eager = real("eager_transformer")
     unavailable = with_manifest(
@@ -124,6 +128,7 @@ def test_unavailable_device_telemetry_is_said_on_top_and_has_no_device_number() 
     html = render_report(unavailable)
     assert "device telemetry was unavailable: no CUDA device &lt;here&gt;" in html
     assert "device time ms" not in html
+    assert "No gap was found." not in html
     assert "≥ 338" in html
 
 

@@ -190,7 +190,11 @@ def _gaps(annotation: KernelAnnotation) -> Section:
         )
         for gap in manifest.gaps
     )
-    lines = [] if rows else ["This window saw everything it could have seen: no gap was found."]
+    lines = []
+    if manifest.availability is Availability.UNAVAILABLE:
+        lines.append("Without device telemetry nothing is known of gaps.")
+    elif not rows:
+        lines.append("No gap was found.")
     audit = manifest.audit
     if audit.agreed is not None:
         lines.append(
