@@ -9,6 +9,9 @@ from typing import cast
 import click
 
 from tlk_tracking.errors import TlkError
+from tlk_tracking.inert_text import visible
+
+_MESSAGE_LENGTH = 2000
 
 # Verb -> (module below this package, what `tlk --help` says of it).
 _VERBS = {
@@ -54,5 +57,6 @@ def main() -> None:
     try:
         tlk.main(prog_name="tlk")
     except TlkError as error:
-        click.echo(f"tlk: {error}", err=True)
+        # It may quote a hostile file.
+        click.echo(f"tlk: {visible(str(error))[:_MESSAGE_LENGTH]}", err=True)
         sys.exit(2)

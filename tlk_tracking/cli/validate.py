@@ -8,6 +8,7 @@ import click
 
 from tlk_tracking.cli.targets import open_target
 from tlk_tracking.errors import AnnotationError
+from tlk_tracking.inert_text import visible
 
 
 @click.command("validate")
@@ -20,7 +21,7 @@ def command(target: str, tracking_uri: str | None) -> None:
     except AnnotationError as error:
         if error.file is None:  # there is no annotation at all: bad input, not a failed check
             raise
-        click.echo(f"invalid: {error}")
+        click.echo(f"invalid: {visible(str(error))}")
         sys.exit(1)
     for annotation in annotations:
         manifest = annotation.manifest

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import LAUNCHES, MANIFEST, rewrite_manifest
+from real_traces import RealTrace, real_trace, real_traces
+from synthetic_trace import SyntheticTrace, one_step
+
+from tlk_tracking import cli
+from tlk_tracking.annotation import load_annotation
+
+SHOWN = {
+    "availability", "lower_bound", "lower_bound_reasons", "counts", "by_step", "streams", "device_time_us",
+    "device_busy_us", "max_records_per_launch", "gaps", "audit", "bounds",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one run of the command line gave."""
+
+    code: int
+    out: str
+    err: str
+
+
+Tlk = Callable[..., Answer]
+
+
+@pytest.fixture
+def tlk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tlk:
+    """Run the command line in this process, to its exit."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["tlk", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Answer(code=int(ended.value.code or 0), out=out, err=err)
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tlk: Tlk) -> Path:
+    """Return the folder of an imported annotation."""
+    folder = tmp_path / "saved"
+    assert tlk("import", one_step().write(tmp_path), "--out", folder).code == 0
+    return folder
+
+
+def _strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not strict JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("real", real_traces(), ids=str)
+def test_import_and_show_give_every_fact_of_a_real_trace(tmp_path: Path, tlk: Tlk, real: RealTrace) -> None:
+    imported = tlk("import", real.trace, "--ops", real.ops, "--out", tmp_path / "out")
+    assert (imported.code, imported.err) == (0, "")
+    shown = tlk("show", tmp_path / "out", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    said, expected = _strict(shown.out), real.facts()
+    assert set(said) == SHOWN
+    assert shown.out == json.dumps(said, sort_keys=True, indent=2) + "\n"
+    counts = said["counts"]
+    assert {
+        "op_markers": counts["aten_calls"],
+        "step_markers": len(said["by_step"]),
+        "records": counts["launches"] + counts["outside_steps"],
+        "in_window": counts["launches"],
+        "by_kind": {k: n for k in ("kernel", "memcpy", "memset") if (n := counts[f"{k}s"])},
+        "by_status": {s: n for s in ("attributed", "unattributed") if (n := counts[s])},
+        "by_step": said["by_step"],
+        "streams": sorted({stream for streams in said["streams"].values() for stream in streams}),
+        "device_time_us": said["device_time_us"],
+        "max_records_per_launch": said["max_records_per_launch"],
+        "ops_with_launches": counts["aten_calls_with_launches"],
+        "relations": counts["relations"],
+        "gaps": said["gaps"],
+    } == {k: v for k, v in expected.items() if k not in ("raised", "note", "relation_pairs")}
+    if "relation_pairs" in expected:
+        annotation = load_annotation(tmp_path / "out")
+        pairs = annotation.relations.merge(annotation.launches, on="launch")
+        pairs = pairs[pairs["step"].notna()]
+        found = sorted(zip(pairs["sequence"], pairs["runtime_correlation"], strict=True))
+        assert found == sorted(map(tuple, expected["relation_pairs"]))
+
+
+def test_what_is_unavailable_is_null_in_json(tmp_path: Path, tlk: Tlk) -> None:
+    trace = SyntheticTrace()
+    trace.step(5, 0, 1000)
+    trace.op(0, 100, 200)
+    assert tlk("import", trace.write(tmp_path), "--out", tmp_path / "out").code == 0
+    said = _strict(tlk("show", tmp_path / "out", "--json").out)
+    assert (set(said), said["availability"], said["by_step"]) == (SHOWN, "unavailable", None)
+    assert said["counts"] == dict.fromkeys(said["counts"]) | {"aten_calls": 1}
+
+
+def test_show_says_which_numbers_are_bounds_and_why(tmp_path: Path, tlk: Tlk) -> None:
+    real = real_trace("warmup_leak")
+    assert tlk("import", real.trace, "--ops", real.ops, "--out", tmp_path / "out").code == 0
+    shown = tlk("show", tmp_path / "out", "--top", 1).out.replace("\n", " ")
+    for words in ("≥ 40", "record_without_launch", "queued before the window", "NVIDIA H200", "aten"):
+        assert words in shown
+
+
+def test_show_of_what_is_unavailable_says_so_and_shows_the_calls(tmp_path: Path, tlk: Tlk) -> None:
+    trace = SyntheticTrace()
+    trace.step(5, 0, 1000)
+    trace.op(0, 100, 200)
+    assert tlk("import", trace.write(tmp_path), "--out", tmp_path / "out").code == 0
+    shown = tlk("show", tmp_path / "out").out
+    assert "device telemetry is unavailable here: the trace holds no CUDA runtime call" in shown.replace(
+        "\n", " "
+    )
+    assert "≥ 1" in shown
+
+
+# Exit codes: 0 fine, 1 the check asked for fails, 2 usage or bad input
+
+
+def test_validate_says_what_is_valid(saved: Path, tlk: Tlk) -> None:
+    answer = tlk("validate", saved)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == "valid: window_000005_0123abcd/rank_0, 2 ATen calls, 2 launch rows, 2 relations\n"
+
+
+def test_validate_of_a_damaged_annotation_fails_and_says_where(saved: Path, tlk: Tlk) -> None:
+    with (saved / LAUNCHES).open("ab") as file:
+        file.write(b"more")
+    answer = tlk("validate", saved)
+    assert (answer.code, answer.out.startswith(f"invalid: {LAUNCHES}: has ")) == (1, True)
+
+
+def test_validate_checks_every_annotation_below_a_folder(tmp_path: Path, tlk: Tlk) -> None:
+    for rank in range(2):
+        out = tmp_path / "kernel_telemetry" / "window_000005_0123abcd" / f"rank_{rank}"
+        assert tlk("import", one_step().write(tmp_path), "--rank", rank, "--out", out).code == 0
+    for target in (tmp_path, tmp_path / "kernel_telemetry", out.parent):
+        answer = tlk("validate", target)
+        assert [answer.code, answer.out.count("valid: window_000005_0123abcd/rank_")] == [0, 2]
+    (out / LAUNCHES).unlink()
+    assert tlk("validate", tmp_path).code == 1
+
+
+def test_show_chooses_window_and_rank(tmp_path: Path, tlk: Tlk) -> None:
+    for rank in range(2):
+        out = tmp_path / "window_000005_0123abcd" / f"rank_{rank}"
+        assert tlk("import", one_step().write(tmp_path), "--rank", rank, "--out", out).code == 0
+    assert "rank_0  " in tlk("show", tmp_path).out.splitlines()[0]
+    assert "rank_1" in tlk("show", tmp_path, "--rank", 1).out.splitlines()[0]
+    answer = tlk("show", tmp_path, "--window", 99)
+    assert (answer.code, "no annotation has window 99" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "nowhere"),
+        ("show", "."),
+        ("validate", "nowhere"),
+        ("validate", "."),
+        ("import", "nowhere", "--out", "out"),
+        ("import", "bad.json", "--out", "out"),
+        ("import", "bad.json"),
+        ("import", "good.json", "--ops", "bad.json", "--out", "out"),
+        ("import", "good.json", "--out", "good.json"),
+        ("import", "good.json", "--out", "good.json/below"),
+        ("import", "good.json", "--rank", "-1", "--out", "out"),
+        ("show", "saved", "--top", "0"),
+        ("unknown",),
+        ("show", "--unknown"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_exit_code_2_and_a_line_on_standard_error(
+    tmp_path: Path, saved: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "bad.json").write_text("{")
+    (tmp_path / "empty" / "good.json").write_text(one_step().text())
+    (tmp_path / "empty" / "saved").symlink_to(saved)
+    monkeypatch.chdir(tmp_path / "empty")
+    answer = tlk(*arguments)
+    assert answer.code == 2
+    assert answer.err
+    assert "Traceback" not in answer.err
+    assert not (tmp_path / "empty" / "out").exists()
+
+
+def test_a_damaged_target_of_show_is_bad_input(saved: Path, tlk: Tlk) -> None:
+    (saved / LAUNCHES).unlink()
+    assert tlk("show", saved) == Answer(code=2, out="", err=f"tlk: {LAUNCHES}: is missing\n")
+
+
+@pytest.mark.parametrize("verb", ["show", "validate"])
+def test_a_message_about_a_hostile_file_is_inert(saved: Path, tlk: Tlk, verb: str) -> None:
+    hostile = "\x1b[31m\u202e" + "x" * 1_000_000
+    rewrite_manifest(saved, lambda said: said.update({hostile: 1}))
+    answer = tlk(verb, saved)
+    shown = answer.out + answer.err
+    assert MANIFEST in shown
+    assert len(shown) < 3000
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("show", "--top", "100")])
+def test_hostile_names_are_shown_inert_on_a_terminal(
+    tmp_path: Path, tlk: Tlk, arguments: tuple[str, ...]
+) -> None:
+    trace = SyntheticTrace()
+    trace.host("aten::\x1b[2J\u202e[bold]op", 0, 100)
+    for number, name in enumerate(
+        ("\x1b]0;title\x07", "\u202eevil", "[red]markup[/red]", "a\nb\rc", "x" * 5000)
+    ):
+        trace.launch(number + 1, number, name=name)
+    trace.header = {"deviceProperties": [{"name": "GPU \x1b[31m\u202e"}]}
+    out = tmp_path / "out"
+    imported = tlk("import", trace.write(tmp_path), "--out", out)
+    shown = tlk(arguments[0], out, *arguments[1:])
+    assert (imported.code, shown.code) == (0, 0)
+    for line in (*imported.out.splitlines(), *shown.out.splitlines()):
+        assert line.isprintable(), line
+        assert len(line) <= 200
+    assert "[red]markup" in shown.out
+
+
+def test_the_command_runs_as_a_program(saved: Path) -> None:
+    program = "from tlk_tracking.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "show", saved, "--json"], capture_output=True, timeout=120, check=True
+    )
+    assert set(_strict(ended.stdout.decode())) == SHOWN
