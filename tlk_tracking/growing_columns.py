@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from tlk_tracking.event_columns import Bools, DeviceRecords, HostRanges, Int64s, Ints, RuntimeCalls
 from tlk_tracking.records import LaunchKind
+from tlk_tracking.tables import MAX_NAME_LENGTH
 from tlk_tracking.trace_blocks import EventArgs, TraceEvent
 
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
@@ -184,7 +185,7 @@ class RecordColumns:
     def __init__(self) -> None:
         self.start, self.duration = IntColumn(), IntColumn()
         self.correlation, self.external_id = IntColumn(), IntColumn()
-        self.kind, self.launch_name = TextColumn(), TextColumn()
+        self.kind, self.launch_name = TextColumn(), TextColumn(cut_name)
         self.device, self.stream, self.bytes = CountColumn(), CountColumn(), CountColumn()
         self.grid, self.block = TextColumn(_extent), TextColumn(_extent)
 
@@ -230,6 +231,11 @@ def _ranges(columns: dict[str, Ints]) -> HostRanges:
         end_ns=start + columns["duration_ns"],
         external_id=columns["external_id"],
     )
+
+
+def cut_name(name: str) -> str:
+    """Return a name at most as long as an annotation may hold."""
+    return name[:MAX_NAME_LENGTH]
 
 
 def _extent(size: tuple[int, int, int]) -> str:

@@ -29,6 +29,7 @@ from tlk_tracking.growing_columns import (
     RecordColumns,
     TextColumn,
     TimedEvents,
+    cut_name,
     read_times,
 )
 from tlk_tracking.records import MARKER_PREFIX, LaunchKind
@@ -153,7 +154,7 @@ class _Columns:
         # A range of another session is not ours: it is a host op like any other.
         foreign = replace(foreign, label=np.full(len(foreign), self.names["foreign marker"]))
         names, calls, records = (
-            tuple(str(name) for name in self.names),
+            tuple(cut_name(str(name)) for name in self.names),
             self.calls.take(),
             self.records.take(),
         )
