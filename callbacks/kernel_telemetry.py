@@ -16,6 +16,7 @@ from tlk_tracking.destinations import Destination
 from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.fit_recorder import FitFacts, FitRecorder
+from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.mlflow_tracking import current_tracking_uri
 from tlk_tracking.outbox import DEFAULT_FOLDER, Outbox
 from tlk_tracking.profiling_window import WindowSchedule
@@ -76,6 +77,8 @@ class KernelTelemetry(Callback):
             `default_root_dir`.
         run_id: MLflow run to write to, instead of the run of the Trainer's MLFlowLogger.
         tracking_uri: where `run_id` is; by default where MLflow itself is set to.
+        fused: relate launches of compiled code to the ATen nodes they compute. Inductor then keeps that with each
+            graph it compiles during the fit.
 
     Raises:
         ConfigurationError: a value that cannot work.
@@ -95,6 +98,7 @@ class KernelTelemetry(Callback):
         outbox: str | Path | None = None,
         run_id: str | None = None,
         tracking_uri: str | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self._schedule = WindowSchedule(
@@ -119,8 +123,10 @@ class KernelTelemetry(Callback):
         self._outbox = outbox
         self._run_id = run_id
         self._tracking_uri = tracking_uri
+        self._fused = fused
         # Of one fit:
         self._fit: FitRecorder | None = None
+        self._kernels: FusedKernels | None = None
         self._worker: WindowWorker | None = None
         self._requested = False
         self._wrapped: list[Callable[[], None]] = []
@@ -141,6 +147,9 @@ class KernelTelemetry(Callback):
         outbox = Outbox(self._outbox_folder(trainer))
         token, destination = self._agree(trainer)
         self._worker = self._make_worker(outbox, destination)
+        if self._fused:
+            self._kernels = FusedKernels()
+            self._kernels.install()
         facts = FitFacts(
             token=token,
             base=dispatch_mode_stack(),
@@ -150,6 +159,7 @@ class KernelTelemetry(Callback):
             destination=destination,
             environment=lambda: _describe(trainer),
             root=pl_module,
+            fused=self._kernels,
         )
         self._fit = FitRecorder(
             self._schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
@@ -298,11 +308,14 @@ class KernelTelemetry(Callback):
         """Take off whatever is on; for the end of a fit, whichever way it came, any number of times."""
         fit, self._fit = self._fit, None
         worker, self._worker = self._worker, None
+        kernels, self._kernels = self._kernels, None
         self._requested = False
         try:
             self._unwrap()
             if fit is not None:
                 fit.close()
+            if kernels is not None:
+                kernels.remove()
             if worker is not None:
                 worker.close()
         except Exception as error:  # noqa: BLE001 - there may be an error of the user's on its way

@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
 FLOW = """
     errors records tables inert_text number_text intervals durable_files
     profiling_window
-    torch_private modules fused markers step_brackets
+    fused_notes torch_private inductor_private modules fused_kernels markers step_brackets
     profiler_session
     environment window_recorder
     trace_files trace_blocks event_columns growing_columns kineto_events
-    nested_ranges lost_launches correlation launch_places
+    nested_ranges lost_launches correlation launch_places fused_relations
     totals launch_summary module_summary
     manifest table_files annotation_checks annotation
     annotation_tables ops_file annotate trace_set
@@ -40,7 +40,8 @@ ORDER = {stage: place for place, stage in enumerate(FLOW.split())}
 TORCH_STAGES = {
     "torch_private",
     "modules",
-    "fused",
+    "inductor_private",
+    "fused_kernels",
     "markers",
     "step_brackets",
     "profiler_session",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tlk_tracking.annotation_tables import make_call_table, make_launch_tables, 
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, correlate
 from tlk_tracking.errors import TraceError
 from tlk_tracking.event_columns import EventColumns
+from tlk_tracking.fused_notes import GraphNotes
+from tlk_tracking.fused_relations import FusedRelations, relate_fused
 from tlk_tracking.kineto_events import read_trace
 from tlk_tracking.manifest import (
     SCHEMA,
@@ -39,19 +42,22 @@ from tlk_tracking.records import (
     WindowFacts,
     WindowSource,
 )
-from tlk_tracking.tables import ATEN_CALLS, LAUNCH_RELATIONS
+from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, LAUNCH_RELATIONS
 from tlk_tracking.totals import Totals, count_totals
 
 NO_SESSION = "00000000"
 
 
-def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None) -> KernelAnnotation:
+def annotate(
+    trace: Path | None, window: WindowFacts, *, calls: pa.Table | None, graphs: Sequence[GraphNotes] = ()
+) -> KernelAnnotation:
     """Make the annotation of a recorded window.
 
     Args:
         trace: Kineto's export of the window; None when no profiler could run.
         window: what the recording side knows.
         calls: the ATen rows that the dispatch mode saw (columns `tables.ATEN_CALLS`); None when it kept none.
+        graphs: what Inductor said of the compiled graphs; launches of their code are then related to their nodes.
 
     Raises:
         TraceError: the trace cannot be read.
@@ -59,7 +65,8 @@ def annotate(trace: Path | None, window: WindowFacts, *, calls: pa.Table | None)
     if trace is None:
         return _build(window, events=None, correlation=None, calls=calls)
     events = read_trace(trace, session=window.session)
-    return _build(window, events=events, correlation=correlate(events, steps=_steps(window)), calls=calls)
+    correlation = correlate(events, steps=_steps(window))
+    return _build(window, events=events, correlation=correlation, calls=calls, graphs=graphs)
 
 
 def import_trace(
@@ -110,12 +117,25 @@ def import_trace(
     return _build(window, events=events, correlation=correlation, calls=None if said is None else said.table)
 
 
+@contextmanager
+def _one_heap() -> Iterator[None]:
+    # Arrow's own allocator keeps apart from numpy's what either has freed: a fifth more memory at millions of events.
+    usual = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(usual)
+
+
+@_one_heap()
 def _build(
     window: WindowFacts,
     *,
     events: EventColumns | None,
     correlation: Correlation | None,
     calls: pa.Table | None,
+    graphs: Sequence[GraphNotes] = (),
 ) -> KernelAnnotation:
     availability, why = _availability(window, events, correlation)
     gaps = list(window.gaps)
@@ -143,9 +163,10 @@ def _build(
                 )
             )
     if availability is Availability.UNAVAILABLE or events is None or correlation is None:
-        launch_table, relation_table = unavailable_launch(), LAUNCH_RELATIONS.empty_table()
+        launch_table, relation_table, fused = unavailable_launch(), LAUNCH_RELATIONS.empty_table(), None
     else:
-        launch_table, relation_table = make_launch_tables(events, correlation, call_table)
+        fused = _relate_fused(events, correlation, call_table, graphs)
+        launch_table, relation_table = make_launch_tables(events, correlation, call_table, fused=fused)
     steps = tuple(sorted(_steps(window)))
     call_table = _only_steps(call_table, steps)
     merged = _merge_gaps(gaps, launch_table, availability)
@@ -169,10 +190,24 @@ def _build(
         gaps=merged,
         reasons=reasons,
         totals=totals,
+        fused_counts={} if fused is None else fused.counts,
     )
     return KernelAnnotation(
-        manifest=manifest, call_table=call_table, launch_table=launch_table, relation_table=relation_table
+        manifest=manifest,
+        call_table=call_table,
+        launch_table=launch_table,
+        relation_table=relation_table,
+        fused_table=FUSED_NODES.empty_table() if fused is None else fused.nodes,
     )
+
+
+def _relate_fused(
+    events: EventColumns, correlation: Correlation, calls: pa.Table, graphs: Sequence[GraphNotes]
+) -> FusedRelations | None:
+    if not graphs:
+        return None
+    last = pc.max(calls["sequence"]).as_py()
+    return relate_fused(events, correlation, graphs, first_sequence=0 if last is None else last + 1)
 
 
 def _steps(window: WindowFacts) -> frozenset[int]:
@@ -200,6 +235,8 @@ def _availability(
 def _only_steps(calls: pa.Table, steps: tuple[int, ...]) -> pa.Table:
     """A step that was abandoned is no step: its calls stay as rows that belong to none."""
     known = pc.is_in(calls["step"], pa.array(steps, pa.int64()))
+    if pc.sum(known).as_py() == len(calls) - calls["step"].null_count:
+        return calls
     column = pc.if_else(known, calls["step"], pa.scalar(None, pa.int64()))
     return calls.set_column(calls.schema.get_field_index("step"), ATEN_CALLS.field("step"), column)
 
@@ -231,6 +268,7 @@ def _manifest(
     gaps: tuple[Gap, ...],
     reasons: set[GapReason],
     totals: Totals,
+    fused_counts: Mapping[str, int],
 ) -> Manifest:
     recorded = availability[0] is not Availability.UNAVAILABLE
     audit = correlation.audit if correlation is not None and recorded else None
@@ -260,7 +298,11 @@ def _manifest(
         gaps=tuple(GapRow(reason=g.reason, count=g.count, evidence=g.evidence) for g in gaps),
         notes={}
         if correlation is None
-        else {"empty_transfers": correlation.empty_transfers, "launching_calls": correlation.launching_calls},
+        else {
+            "empty_transfers": correlation.empty_transfers,
+            "launching_calls": correlation.launching_calls,
+            **{f"fused_{name}": count for name, count in fused_counts.items()},
+        },
         audit=AuditRow(
             agreed=audit.agreed if audit else None,
             disagreed=audit.disagreed if audit else None,

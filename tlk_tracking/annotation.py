@@ -33,7 +33,7 @@ from tlk_tracking.records import (
     window_folder,
 )
 from tlk_tracking.table_files import MAX_FILE_BYTES, decode_table, encode_table, read_plain
-from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
+from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, KERNEL_LAUNCHES, LAUNCH_RELATIONS
 
 CALLS_FILE = "aten_calls.parquet"
 LAUNCHES_FILE = "kernel_launches.parquet"
@@ -41,7 +41,10 @@ RELATIONS_FILE = "launch_relations.parquet"
 SUMMARY_FILE = "launch_summary.csv"
 MODULES_FILE = "module_summary.csv"
 REPORT_FILE = "report.html"
+FUSED_FILE = "fused_nodes.parquet"
 TABLE_FILES = {CALLS_FILE: ATEN_CALLS, LAUNCHES_FILE: KERNEL_LAUNCHES, RELATIONS_FILE: LAUNCH_RELATIONS}
+# There only when launches are related to nodes of compiled graphs.
+OPTIONAL_TABLE_FILES = {FUSED_FILE: FUSED_NODES}
 
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -55,12 +58,14 @@ class KernelAnnotation:
         call_table: one row an ATen call, columns `tables.ATEN_CALLS`.
         launch_table: one row a kernel launch, columns `tables.KERNEL_LAUNCHES`.
         relation_table: one row a relation, columns `tables.LAUNCH_RELATIONS`.
+        fused_table: one row a node of a compiled graph that a relation points to, columns `tables.FUSED_NODES`.
     """
 
     manifest: Manifest
     call_table: pa.Table = field(repr=False)
     launch_table: pa.Table = field(repr=False)
     relation_table: pa.Table = field(repr=False)
+    fused_table: pa.Table = field(repr=False, default_factory=FUSED_NODES.empty_table)
 
     @cached_property
     def aten_calls(self) -> pd.DataFrame:
@@ -76,6 +81,11 @@ class KernelAnnotation:
     def relations(self) -> pd.DataFrame:
         """The (ATen call, kernel launch) pairs as a frame."""
         return _frame(self.relation_table)
+
+    @cached_property
+    def fused_nodes(self) -> pd.DataFrame:
+        """The nodes of compiled graphs that launches are related to, as a frame."""
+        return _frame(self.fused_table)
 
     @property
     def complete_steps(self) -> tuple[int, ...]:
@@ -174,7 +184,7 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
     folder = Path(folder)
     manifest = decode_manifest(read_plain(folder, MANIFEST_FILE, limit=MAX_MANIFEST_BYTES))
     expected = {*TABLE_FILES, SUMMARY_FILE, MODULES_FILE}
-    if set(manifest.files) != expected:
+    if set(manifest.files) - set(OPTIONAL_TABLE_FILES) != expected:
         raise AnnotationError(
             f"lists {sorted(manifest.files)}, not {sorted(expected)}", file=MANIFEST_FILE, field="files"
         )
@@ -186,7 +196,8 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
             rows=manifest.files[name].rows,
             metadata=_file_metadata(manifest),
         )
-        for name, schema in TABLE_FILES.items()
+        for name, schema in (TABLE_FILES | OPTIONAL_TABLE_FILES).items()
+        if name in manifest.files
     }
     for name in (SUMMARY_FILE, MODULES_FILE):
         rows = _read_listed(folder, name, manifest).count(b"\n") - 1  # no text in it holds a line break
@@ -199,12 +210,14 @@ def load_annotation(folder: Path | str) -> KernelAnnotation:
         call_table=tables[CALLS_FILE],
         launch_table=tables[LAUNCHES_FILE],
         relation_table=tables[RELATIONS_FILE],
+        fused_table=tables.get(FUSED_FILE, FUSED_NODES.empty_table()),
     )
     check_tables(
         annotation.manifest,
         calls=annotation.call_table,
         launches=annotation.launch_table,
         relations=annotation.relation_table,
+        fused=annotation.fused_table,
     )
     return annotation
 
@@ -237,6 +250,8 @@ def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
         LAUNCHES_FILE: annotation.launch_table,
         RELATIONS_FILE: annotation.relation_table,
     }
+    if len(annotation.fused_table):
+        tables[FUSED_FILE] = annotation.fused_table
     summaries = {SUMMARY_FILE: summary_table(annotation), MODULES_FILE: module_table(annotation)}
     rows = {name: len(table) for name, table in (tables | summaries).items()}
     bodies = {

@@ -30,6 +30,7 @@ from tlk_tracking.tables import MAX_MODULE_LENGTH, MAX_NAME_LENGTH
 from tlk_tracking.totals import Bounded, count_totals
 
 _CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet"
+_FUSED = "fused_nodes.parquet"
 _LAUNCH_FACTS = (
     "launch_name", "device", "stream", "duration", "runtime_correlation", "kind", "step", "start_ns",
     "time_valid", "launch_latency_ns", "gap", "bytes", "grid", "block", "graph_launch",
@@ -44,20 +45,25 @@ _EXTENT = re.compile(r"-?[0-9]{1,20},-?[0-9]{1,20},-?[0-9]{1,20}")
 _SHOWN_LENGTH = 80
 
 
-def check_tables(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
+def check_tables(
+    manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table, fused: pa.Table
+) -> None:
     """Refuse tables that break a rule of the schema or that the manifest contradicts.
 
     Raises:
         AnnotationError: names the file, and the first row and the field where there is one.
     """
-    for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS)):
+    for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS), (fused, _FUSED)):
         _check_lengths(table, file)
     _check_calls(manifest, calls)
     if manifest.availability is Availability.UNAVAILABLE:
         _check_unavailable(launches, relations)
+        if len(fused):
+            _refuse("has a node of an unavailable annotation", _FUSED, 0)
     else:
         _check_launches(manifest, launches)
-        _check_relations(calls, launches, relations)
+        _check_fused(calls, fused)
+        _check_relations(calls, launches, relations, fused)
     _check_availability(manifest, launches)
     _check_counts(manifest, calls=calls, launches=launches, relations=relations)
 
@@ -155,13 +161,24 @@ def _check_availability(manifest: Manifest, launches: pa.Table) -> None:
             _refuse(said, MANIFEST_FILE, None, "gaps")
 
 
-def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
+def _check_fused(calls: pa.Table, fused: pa.Table) -> None:
+    sequence = _int64s(fused, "sequence")
+    bad = np.flatnonzero(np.diff(sequence) <= 0)
+    if len(bad):
+        _refuse("is not larger than in the row before", _FUSED, int(bad[0]) + 1, "sequence")
+    if len(sequence) and len(calls) and sequence[0] <= calls["sequence"][-1].as_py():
+        _refuse("is the number of an ATen call or below it", _FUSED, 0, "sequence")
+
+
+def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table, fused: pa.Table) -> None:
     sequence = _int64s(relations, "sequence")
     launch = _int64s(relations, "launch")
     _check_closed(relations, "origin", Origin, _RELATIONS, nullable=False)
-    bad = np.flatnonzero(~np.isin(sequence, calls["sequence"].to_numpy()))
-    if len(bad):
-        _refuse(f"{sequence[bad[0]]} is no ATen call", _RELATIONS, int(bad[0]), "sequence")
+    dispatched = pc.equal(_texts(relations, "origin"), Origin.DISPATCH.value).to_numpy()
+    for chosen, table, what in ((dispatched, calls, "ATen call"), (~dispatched, fused, "fused node")):
+        bad = np.flatnonzero(chosen & ~np.isin(sequence, table["sequence"].to_numpy()))
+        if len(bad):
+            _refuse(f"{sequence[bad[0]]} is no {what}", _RELATIONS, int(bad[0]), "sequence")
     bad = np.flatnonzero((launch < 0) | (launch >= len(launches)))
     if len(bad):
         _refuse(f"{launch[bad[0]]} is no kernel launch", _RELATIONS, int(bad[0]), "launch")
@@ -170,7 +187,7 @@ def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table) -
     if len(twice):
         _refuse("the relation stands there twice", _RELATIONS, int(order[twice[0] + 1]))
     related = np.zeros(len(launches), bool)
-    related[launch[pc.equal(_texts(relations, "origin"), Origin.DISPATCH.value).to_numpy()]] = True
+    related[launch[dispatched]] = True
     said = pc.equal(_texts(launches, "attribution_status"), AttributionStatus.ATTRIBUTED.value).to_numpy()
     bad = np.flatnonzero(related != said)
     if len(bad):

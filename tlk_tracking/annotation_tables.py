@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from tlk_tracking.correlation import LAUNCH_GAPS, Correlation
 from tlk_tracking.event_columns import Bools, EventColumns, Int64s
+from tlk_tracking.fused_relations import FusedRelations
 from tlk_tracking.launch_places import place_launches
 from tlk_tracking.records import AttributionStatus, CallSource, Origin
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
@@ -79,7 +80,7 @@ def _join_markers(
 
 
 def make_launch_tables(
-    events: EventColumns, correlation: Correlation, calls: pa.Table
+    events: EventColumns, correlation: Correlation, calls: pa.Table, *, fused: FusedRelations | None = None
 ) -> tuple[pa.Table, pa.Table]:
     """Return the launch table, in the order in which the records ran, and the relation table."""
     records = events.records
@@ -127,16 +128,22 @@ def make_launch_tables(
             "module_call": places.module_call.take(index),
         }
     ).cast(KERNEL_LAUNCHES)
-    launch = number[correlation.relation_record]
-    by_launch = np.lexsort((correlation.relation_sequence, launch))
-    origin = pa.DictionaryArray.from_arrays(
-        np.zeros(len(launch), np.int32), pa.array([Origin.DISPATCH.value])
-    )
-    relations = pa.table(
-        [pa.array(correlation.relation_sequence[by_launch]), pa.array(launch[by_launch]), origin],
-        schema=LAUNCH_RELATIONS,
-    )
-    return launches, relations
+    return launches, _relation_table(correlation, fused, number=number)
+
+
+def _relation_table(correlation: Correlation, fused: FusedRelations | None, *, number: Int64s) -> pa.Table:
+    origins = list(Origin)
+    record, sequence = correlation.relation_record, correlation.relation_sequence
+    origin = np.full(len(record), origins.index(Origin.DISPATCH), np.int32)
+    if fused is not None:
+        record = np.concatenate([record, np.array(fused.record, np.int64)])
+        sequence = np.concatenate([sequence, np.array(fused.sequence, np.int64)])
+        codes = [origins.index(Origin(name)) for name in fused.origin]
+        origin = np.concatenate([origin, np.array(codes, np.int32)])
+    launch = number[record]
+    order = np.lexsort((sequence, launch))
+    texts = pa.DictionaryArray.from_arrays(origin[order], pa.array([one.value for one in origins]))
+    return pa.table([pa.array(sequence[order]), pa.array(launch[order]), texts], schema=LAUNCH_RELATIONS)
 
 
 def unavailable_launch() -> pa.Table:

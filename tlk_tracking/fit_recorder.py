@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.destinations import Destination
 from tlk_tracking.errors import RecordingError, TlkError
+from tlk_tracking.fused_kernels import FusedKernels
+from tlk_tracking.fused_notes import encode_window_notes
 from tlk_tracking.markers import call_table
-from tlk_tracking.outbox import CALLS_FILE, TRACE_FILE, Outbox
+from tlk_tracking.outbox import CALLS_FILE, GRAPHS_FILE, TRACE_FILE, Outbox
 from tlk_tracking.profiling_window import StepAction, WindowProgress, WindowSchedule, decide, next_due
 from tlk_tracking.records import Environment, Phase, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.window_recorder import (
@@ -44,6 +46,7 @@ class FitFacts:
         destination: the run that windows go to, or None to leave them in the outbox.
         environment: called once a window.
         root: the module whose parts the calls are named after.
+        fused: the compiled graphs, or None to leave launches of their code without nodes.
     """
 
     token: str
@@ -54,6 +57,7 @@ class FitFacts:
     destination: Destination | None
     environment: Callable[[], Environment]
     root: nn.Module | None = None
+    fused: FusedKernels | None = None
 
 
 class FitRecorder:
@@ -208,7 +212,7 @@ class FitRecorder:
         self._progress = self._progress.opened(step)
         # Known before it is on, so that it is closed whatever happens, a Ctrl-C in the middle too.
         self._recorder = recorder = WindowRecorder(
-            self._plan(step), base=self._facts.base, root=self._facts.root
+            self._plan(step), base=self._facts.base, root=self._facts.root, fused=self._facts.fused
         )
         try:
             recorder.warm_up()
@@ -285,4 +289,6 @@ class FitRecorder:
 
 def _write(recorded: RecordedWindow, folder: Path) -> WindowFacts:
     pq.write_table(call_table(recorded.calls), folder / CALLS_FILE)
+    if recorded.graphs:
+        (folder / GRAPHS_FILE).write_bytes(encode_window_notes(recorded.graphs))
     return recorded.facts

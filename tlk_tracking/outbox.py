@@ -39,6 +39,7 @@ from tlk_tracking.records import WindowFacts, window_folder
 ARTIFACT_ROOT = "kernel_telemetry"
 TRACE_FILE = "trace.json"
 CALLS_FILE = "calls.parquet"
+GRAPHS_FILE = "graphs.json"
 DEFAULT_FOLDER = "kernel_telemetry_outbox"
 DEFAULT_MAX_BYTES = 4 * 1024**3
 
@@ -67,6 +68,12 @@ class RawWindow:
     def calls(self) -> Path | None:
         """The ATen calls as a parquet file (schema `tables.ATEN_CALLS`), or None when the window has none."""
         path = self.folder / CALLS_FILE
+        return path if path.exists() else None
+
+    @property
+    def graphs(self) -> Path | None:
+        """What Inductor said of compiled graphs (`fused_notes`), or None when the window has none."""
+        path = self.folder / GRAPHS_FILE
         return path if path.exists() else None
 
     def facts(self) -> WindowFacts:

@@ -15,6 +15,7 @@ from torch import nn
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import RecordingError
+from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.markers import call_table
 from tlk_tracking.profiler_session import warm_start
 from tlk_tracking.records import Phase, StepOutcome, WindowSource
@@ -45,11 +46,15 @@ class Recording:
 
 
 @contextmanager
-def record_kernels(*, model: nn.Module | None = None, synchronize: bool = True) -> Iterator[Recording]:
+def record_kernels(
+    *, model: nn.Module | None = None, synchronize: bool = True, fused: bool = False
+) -> Iterator[Recording]:
     """Record the block as one step, number 0, and annotate it when it ends, also when it raises.
 
     Args:
         model: the calls are named after the parts of this module (`model.named_modules()`); None leaves that open.
+        fused: relate launches of compiled code to the ATen nodes they compute, where the code is compiled inside the
+            block or Inductor's cache has it from another such block.
         synchronize: wait for the device when the recording begins and ends, so that no kernel of before is in it
             and every kernel of the block is.
 
@@ -69,9 +74,12 @@ def record_kernels(*, model: nn.Module | None = None, synchronize: bool = True) 
         rank=torch.distributed.get_rank() if distributed else 0,
         world_size=torch.distributed.get_world_size() if distributed else 1,
     )
-    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model)
+    kernels = FusedKernels() if fused else None
+    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model, fused=kernels)
     warm_start()
     try:
+        if kernels is not None:
+            kernels.install()
         recorder.warm_up()
         recorder.begin_step(0, phase=Phase.FORWARD)
         yield recording
@@ -84,6 +92,8 @@ def record_kernels(*, model: nn.Module | None = None, synchronize: bool = True) 
         recording._annotation = _finish(recorder, error=None)
     finally:
         recorder.close()
+        if kernels is not None:
+            kernels.remove()
 
 
 def _finish_after(error: BaseException, recorder: WindowRecorder, recording: Recording) -> None:
@@ -98,4 +108,6 @@ def _finish_after(error: BaseException, recorder: WindowRecorder, recording: Rec
 def _finish(recorder: WindowRecorder, *, error: BaseException | None) -> KernelAnnotation:
     with tempfile.TemporaryDirectory(prefix="tlk_") as folder:
         recorded = recorder.finish(Path(folder) / "trace.json", global_step=0, error=error)
-        return annotate(recorded.trace, recorded.facts, calls=call_table(recorded.calls))
+        return annotate(
+            recorded.trace, recorded.facts, calls=call_table(recorded.calls), graphs=recorded.graphs
+        )

@@ -12,6 +12,7 @@ from typing import Protocol
 from tlk_tracking.annotation import (
     MAX_MANIFEST_BYTES,
     MODULES_FILE,
+    OPTIONAL_TABLE_FILES,
     REPORT_FILE,
     SUMMARY_FILE,
     TABLE_FILES,
@@ -24,7 +25,7 @@ from tlk_tracking.outbox import ARTIFACT_ROOT
 from tlk_tracking.table_files import MAX_FILE_BYTES
 
 # As they are sent: what a person looks at, then the tables, and last the manifest that vouches for them.
-_IN_ORDER = (SUMMARY_FILE, MODULES_FILE, REPORT_FILE, *TABLE_FILES, MANIFEST_FILE)
+_IN_ORDER = (SUMMARY_FILE, MODULES_FILE, REPORT_FILE, *TABLE_FILES, *OPTIONAL_TABLE_FILES, MANIFEST_FILE)
 _WINDOW_NAME = re.compile(r"window_[0-9]{6,19}_[0-9a-f]{8}")
 _RANK_NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
 _NO_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f]")

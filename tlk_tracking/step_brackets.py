@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.markers import CallMarkers
 from tlk_tracking.modules import ModuleTracker
 from tlk_tracking.records import MARKER_PREFIX, Phase, StepBracket, StepOutcome
@@ -42,6 +43,7 @@ class StepBrackets:
         calls: CallMarkers,
         base: tuple[TorchDispatchMode, ...],
         modules: ModuleTracker | None = None,
+        fused: FusedKernels | None = None,
     ) -> None:
         self.displaced = False
         self.steps: list[StepBracket] = []
@@ -53,6 +55,8 @@ class StepBrackets:
         self._phase = Phase.OTHER
         self._optimizers = _OptimizerPhase(calls)
         self._modules = modules
+        self._session = session
+        self._fused = fused
 
     @property
     def step(self) -> int | None:
@@ -80,6 +84,8 @@ class StepBrackets:
         self._optimizers.remove()
         if self._modules is not None:
             self._modules.detach()
+        if self._fused is not None:
+            self._fused.detach()
         self._calls.recording = False
         if not self._pop():
             self.displaced = True
@@ -102,6 +108,8 @@ class StepBrackets:
         self._optimizers.install()
         if self._modules is not None:
             self._modules.attach()
+        if self._fused is not None:
+            self._fused.attach(self._session)
 
     def close(self, outcome: StepOutcome) -> None:
         """End the bracket. Does nothing when none is open."""

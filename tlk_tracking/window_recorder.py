@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import RecordingError
+from tlk_tracking.fused_kernels import FusedKernels
+from tlk_tracking.fused_notes import GraphNotes
 from tlk_tracking.markers import CallMarkers, CallRows
 from tlk_tracking.modules import ModuleTracker
 from tlk_tracking.profiler_session import ProfilerSession
@@ -52,6 +54,7 @@ class RecordedWindow:
     facts: WindowFacts
     calls: CallRows
     trace: Path | None
+    graphs: tuple[GraphNotes, ...] = ()
 
 
 class WindowRecorder:
@@ -62,16 +65,24 @@ class WindowRecorder:
     """
 
     def __init__(
-        self, plan: WindowPlan, *, base: tuple[TorchDispatchMode, ...], root: nn.Module | None = None
+        self,
+        plan: WindowPlan,
+        *,
+        base: tuple[TorchDispatchMode, ...],
+        root: nn.Module | None = None,
+        fused: FusedKernels | None = None,
     ) -> None:
         self.plan = plan
         self._has_device = torch.cuda.is_available()
         self._session = ProfilerSession(device=self._has_device, synchronize=plan.synchronize)
+        self._fused = fused
         self._modules = None if root is None else ModuleTracker(plan.session, root=root)
         self._calls = CallMarkers(
             plan.session, locate=None if self._modules is None else self._modules.locate
         )
-        self._brackets = StepBrackets(plan.session, calls=self._calls, base=base, modules=self._modules)
+        self._brackets = StepBrackets(
+            plan.session, calls=self._calls, base=base, modules=self._modules, fused=fused
+        )
         self._started = False
 
     @property
@@ -101,7 +112,8 @@ class WindowRecorder:
 
     @property
     def _fault(self) -> Exception | None:
-        return self._calls.fault or (None if self._modules is None else self._modules.fault)
+        found = (part.fault for part in (self._calls, self._modules, self._fused) if part is not None)
+        return next((fault for fault in found if fault is not None), None)
 
     def warm_up(self) -> None:
         """Get the profiler ready. Raises RecordingError when this is no time for a window."""
@@ -168,7 +180,12 @@ class WindowRecorder:
             gaps=self._gaps(error, lost),
             environment=self.plan.environment,
         )
-        return RecordedWindow(facts=facts, calls=self._calls.noted(), trace=None if lost else trace)
+        return RecordedWindow(
+            facts=facts,
+            calls=self._calls.noted(),
+            trace=None if lost else trace,
+            graphs=() if self._fused is None else self._fused.notes(),
+        )
 
     def close(self) -> bool:
         """Take everything off without saving; return False when our mode is stuck below one of somebody else.
