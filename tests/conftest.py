@@ -97,7 +97,13 @@ def mlflow_server(_empty_mlflow_db: Path, tmp_path_factory: pytest.TempPathFacto
     with log.open("wb") as output:
         # A session of its own, so that the server's workers end with it.
         server = subprocess.Popen(
-            command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            # Its runners of background jobs take long to start and to stop, and no test has a job.
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         uri = f"http://127.0.0.1:{port}"

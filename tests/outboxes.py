@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tlk_tracking.annotate import annotate
@@ -44,3 +45,9 @@ def seal(outbox: Outbox, facts: WindowFacts, destination: Destination | None) ->
 def visible_files(root: Path) -> list[str]:
     """Return all files below, as `a/b`, sorted; hidden and temporary ones too."""
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def environment_with_tests() -> dict[str, str]:
+    """Return the environment for a program of a test that imports what stands beside the tests."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

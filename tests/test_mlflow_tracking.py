@@ -39,7 +39,10 @@ FILES = {
     "kernel_launches.parquet",
     "launch_relations.parquet",
     "launch_summary.csv",
+    "module_summary.csv",
 }
+
+SENT = {*FILES, "report.html"}
 
 
 @pytest.fixture(params=["mlflow_sqlite", "mlflow_server"])
@@ -140,7 +143,7 @@ def test_every_metric_and_every_artifact_has_its_lower_bound_tag(
     }
     for row in summary.metrics(annotation):
         expected[f"tlk.lower_bound/kernel_telemetry/{row.name}"] = says[row.bound is not Bound.EXACT]
-    for file in FILES:
+    for file in SENT:
         expected[f"tlk.lower_bound/artifact/{file}"] = says[manifest.lower_bound]
     assert _tags(mlflow_sqlite, run_id) == expected
 
@@ -149,7 +152,7 @@ def test_artifacts_lie_under_window_and_rank(store: str, run_id: str, exact: Ker
     log_annotation(exact, run_id, store)
     manifest = exact.manifest
     place = f"kernel_telemetry/window_{manifest.window.first_step:06d}_{manifest.session}/rank_0"
-    assert _files(store, run_id, place) == {f"{place}/{name}" for name in FILES}
+    assert _files(store, run_id, place) == {f"{place}/{name}" for name in SENT}
 
 
 def test_a_report_beside_the_annotation_is_sent_and_tagged_too(
@@ -162,6 +165,19 @@ def test_a_report_beside_the_annotation_is_sent_and_tagged_too(
     place = f"kernel_telemetry/{exact.folder_name}"
     assert _files(mlflow_sqlite, run_id, place) == {f"{place}/{name}" for name in (*FILES, "report.html")}
     assert _tags(mlflow_sqlite, run_id)["tlk.lower_bound/artifact/report.html"] == "false"
+
+
+def test_an_annotation_whose_report_cannot_be_drawn_is_sent_without(
+    mlflow_sqlite: str, exact: KernelAnnotation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(annotation: KernelAnnotation) -> str:
+        raise ValueError("no font")
+
+    monkeypatch.setattr("tlk_tracking.report.render_report", fail)
+    run_id = _new_run(mlflow_sqlite)
+    log_annotation(exact, run_id, mlflow_sqlite)
+    place = f"kernel_telemetry/{exact.folder_name}"
+    assert _files(mlflow_sqlite, run_id, place) == {f"{place}/{name}" for name in FILES}
 
 
 def test_without_device_telemetry_no_device_metric_is_logged(store: str, run_id: str) -> None:
@@ -206,7 +222,7 @@ def test_metrics_and_tags_go_in_one_batch_and_before_any_artifact(
 
         monkeypatch.setattr(MlflowClient, name, noted)
     log_annotation(exact, run_id, mlflow_sqlite)
-    assert asked == ["log_batch", *["log_artifact"] * len(FILES)]
+    assert asked == ["log_batch", *["log_artifact"] * len(SENT)]
 
 
 def test_the_manifest_is_sent_last_since_it_vouches_for_the_rest(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from outboxes import seal, small_annotation, visible_files, window_facts
+from outboxes import environment_with_tests, seal, small_annotation, visible_files, window_facts
 
 from tlk_tracking.annotation import load_annotation
 from tlk_tracking.destinations import Destination, absolute_tracking_uri, without_credentials
@@ -318,7 +318,7 @@ def test_killed_at_any_file_operation_every_window_is_whole_or_absent(tmp_path: 
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=environment_with_tests(),
     ).stdout
     kills, half = json.loads(printed)
     assert half == []

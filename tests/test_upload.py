@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from mlflow import MlflowClient
-from outboxes import seal, visible_files, window_facts
+from outboxes import environment_with_tests, seal, visible_files, window_facts
 
 from tlk_tracking.cli import tlk
 from tlk_tracking.delivery import send, settle
@@ -270,7 +270,7 @@ def test_whatever_was_kept_when_killed_is_uploaded_once(tmp_path: Path, destinat
         [sys.executable, "-c", _KILLED_EVERYWHERE, json.dumps(arguments)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=environment_with_tests(),
     )
     assert done.returncode == 0, done.stderr
     kept = set(json.loads(done.stdout))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fault_proxy import Fault, FaultProxy, fault_proxy
 from mlflow import MlflowClient
-from outboxes import seal, visible_files, window_facts
+from outboxes import environment_with_tests, seal, visible_files, window_facts
 
 from tlk_tracking import window_carriers
 from tlk_tracking.annotation import load_annotation
@@ -489,7 +489,7 @@ def test_a_worker_whose_training_is_killed_sends_what_it_holds_and_ends(
         [sys.executable, "-c", _KILLED_TRAINING, arguments],
         stdout=subprocess.PIPE,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=environment_with_tests(),
     )
     with training:
         assert training.stdout is not None

@@ -14,7 +14,8 @@ from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.destinations import Address
 from tlk_tracking.errors import TlkError, TrackingError
-from tlk_tracking.mlflow_tracking import send_annotation
+from tlk_tracking.fused_notes import decode_window_notes
+from tlk_tracking.mlflow_tracking import save_with_report, send_annotation
 from tlk_tracking.outbox import Delivery, DeliveryState, Entry, Outbox, RawWindow
 
 
@@ -24,7 +25,7 @@ def settle(outbox: Outbox, window: RawWindow) -> Delivery:
     with outbox.claim(window) as mine:
         if mine:
             try:
-                outbox.add_annotation(window, lambda folder: _annotate(window).save(folder))
+                outbox.add_annotation(window, lambda folder: save_with_report(_annotate(window), folder))
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others go on
                 return _waiting(window, DeliveryState.RAW, error)
         elif window.folder.exists():
@@ -133,7 +134,13 @@ class DeliveryLoop:
 
 def _annotate(window: RawWindow) -> KernelAnnotation:
     calls = window.calls
-    return annotate(window.trace, window.facts(), calls=None if calls is None else pq.read_table(calls))
+    graphs = window.graphs
+    return annotate(
+        window.trace,
+        window.facts(),
+        calls=None if calls is None else pq.read_table(calls),
+        graphs=() if graphs is None else decode_window_notes(graphs.read_bytes()),
+    )
 
 
 def _send(outbox: Outbox, entry: Entry, address: Address, tracking_uri: str | None) -> None:

@@ -6,6 +6,7 @@ import, so it is imported when first used.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -13,10 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tlk_tracking.annotation import KernelAnnotation, load_annotation
+from tlk_tracking.annotation import REPORT_FILE, KernelAnnotation, load_annotation
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.outbox import ARTIFACT_ROOT
 from tlk_tracking.run_artifacts import RunArtifacts, files_to_send
@@ -90,10 +92,23 @@ def log_annotation(
     if isinstance(annotation, KernelAnnotation):
         with tempfile.TemporaryDirectory(prefix="tlk_") as parent:
             folder = Path(parent, "annotation")
-            annotation.save(folder)
+            save_with_report(annotation, folder)
             send_annotation(folder, run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
     else:
         send_annotation(Path(annotation), run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
+
+
+def save_with_report(annotation: KernelAnnotation, folder: Path) -> None:
+    """Save an annotation with its report beside it, which the MLflow UI shows. Raises as its `save` does."""
+    from tlk_tracking.report import render_report
+
+    annotation.save(folder)
+    try:
+        page = render_report(annotation)
+    except Exception:  # an annotation is not lost for want of its picture, which can be drawn again
+        logging.getLogger(__name__).warning("no report of %s", annotation.folder_name, exc_info=True)
+    else:
+        (folder / REPORT_FILE).write_text(page, encoding="utf-8")
 
 
 def send_annotation(
@@ -240,8 +255,9 @@ def current_tracking_uri() -> str:
 
 
 def import_ahead() -> None:
-    """Import mlflow now, so that the first annotation to be sent does not wait for it."""
-    import mlflow  # noqa: F401
+    """Import now what is slow to import, so that the first annotation does not wait for it."""
+    for name in ("mlflow", "matplotlib.figure", "tlk_tracking.report"):
+        import_module(name)
 
 
 def _log_batch(
