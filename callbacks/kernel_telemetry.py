@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from tlk_tracking.destinations import Destination
 from tlk_tracking.environment import describe_environment
@@ -20,6 +20,7 @@ from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.mlflow_tracking import current_tracking_uri
 from tlk_tracking.outbox import DEFAULT_FOLDER, Outbox
 from tlk_tracking.profiling_window import WindowSchedule
+from tlk_tracking.ranks import choose_ranks, recording_in
 from tlk_tracking.records import Environment
 from tlk_tracking.torch_private import dispatch_mode_stack
 from tlk_tracking.window_worker import WindowWorker
@@ -68,7 +69,8 @@ class KernelTelemetry(Callback):
         warmup: steps in which the profiler gets ready.
         active: recorded steps of each window.
         max_windows: no more windows than this in one fit.
-        min_interval_s: a window that comes due sooner than this after the last one is left out.
+        min_interval_s: a window that comes due sooner than this after the last one is left out. Where several
+            ranks record, steps alone decide: each rank has a clock of its own.
         at_steps: first recorded step of each window, instead of `every_n_steps`, `skip_first` and
             `min_interval_s`.
         synchronize: wait for the device before the first and after the last recorded step of a window.
@@ -77,6 +79,7 @@ class KernelTelemetry(Callback):
             `default_root_dir`.
         run_id: MLflow run to write to, instead of the run of the Trainer's MLFlowLogger.
         tracking_uri: where `run_id` is; by default where MLflow itself is set to.
+        ranks: the global ranks that record: "zero", "all" or a list of them. Rank 0's numbers are the run's metrics.
         fused: relate launches of compiled code to the ATen nodes they compute. Inductor then keeps that with each
             graph it compiles during the fit.
 
@@ -98,6 +101,7 @@ class KernelTelemetry(Callback):
         outbox: str | Path | None = None,
         run_id: str | None = None,
         tracking_uri: str | None = None,
+        ranks: Literal["zero", "all"] | list[int] = "zero",
         fused: bool = False,
     ) -> None:
         super().__init__()
@@ -123,6 +127,7 @@ class KernelTelemetry(Callback):
         self._outbox = outbox
         self._run_id = run_id
         self._tracking_uri = tracking_uri
+        self._ranks = choose_ranks(ranks)
         self._fused = fused
         # Of one fit:
         self._fit: FitRecorder | None = None
@@ -144,8 +149,11 @@ class KernelTelemetry(Callback):
             if trainer.is_global_zero:
                 _log.warning("fast_dev_run: KernelTelemetry records no window")
             return
+        recording = recording_in(self._ranks, world_size=trainer.world_size)
         outbox = Outbox(self._outbox_folder(trainer))
         token, destination = self._agree(trainer)
+        if trainer.global_rank not in recording:
+            return
         self._worker = self._make_worker(outbox, destination)
         if self._fused:
             self._kernels = FusedKernels()
@@ -156,13 +164,15 @@ class KernelTelemetry(Callback):
             synchronize=self._synchronize,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            recording_ranks=self._ranks,
             destination=destination,
             environment=lambda: _describe(trainer),
             root=pl_module,
             fused=self._kernels,
         )
+        schedule = self._schedule if len(recording) == 1 else replace(self._schedule, min_interval_s=0.0)
         self._fit = FitRecorder(
-            self._schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
+            schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
         )
 
     @_guarded
@@ -324,13 +334,19 @@ class KernelTelemetry(Callback):
     def _agree(self, trainer: Trainer) -> tuple[str, Destination]:
         """Return the fit's token and its run, as rank zero has them: other ranks' loggers know no run."""
         found: tuple[str, str | None, str] = ("", None, "")
+        problem: Exception | None = None
         if trainer.is_global_zero:
             try:
                 destination = self._find_destination(trainer)
                 found = (secrets.token_hex(16), destination.run_id, destination.tracking_uri)
-            except ConfigurationError as error:
-                found = ("", None, str(error))  # not raised here: the other ranks would wait for ever
+            except Exception as error:  # noqa: BLE001 - raised below: here the other ranks would wait for ever
+                problem = error
+                # Of another error only the type: its text may hold credentials.
+                said = error if isinstance(error, ConfigurationError) else type(error).__name__
+                found = ("", None, f"rank 0 found no MLflow run: {said}")
         token, run_id, uri_or_problem = trainer.strategy.broadcast(found)
+        if problem is not None:
+            raise problem
         if run_id is None:
             raise ConfigurationError(uri_or_problem)
         return token, Destination(run_id=run_id, tracking_uri=uri_or_problem)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
 # The flow: a stage imports only what stands before it, and each line is one stage with its parts before it.
 FLOW = """
     errors records tables inert_text number_text intervals durable_files
-    profiling_window
+    profiling_window ranks
     fused_notes torch_private inductor_private modules fused_kernels markers step_brackets
     profiler_session
     environment window_recorder

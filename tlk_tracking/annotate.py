@@ -292,6 +292,7 @@ def _manifest(
         ),
         rank=window.rank,
         world_size=window.world_size,
+        recording_ranks=window.recording_ranks,
         global_step=window.global_step,
         counts={name: Number(value=n.value, bound=n.bound) for name, n in totals.counts.items()},
         times={name: Number(value=n.value, bound=n.bound) for name, n in totals.times.items()},

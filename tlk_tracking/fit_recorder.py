@@ -20,7 +20,7 @@ from tlk_tracking.fused_notes import encode_window_notes
 from tlk_tracking.markers import call_table
 from tlk_tracking.outbox import CALLS_FILE, GRAPHS_FILE, TRACE_FILE, Outbox
 from tlk_tracking.profiling_window import StepAction, WindowProgress, WindowSchedule, decide, next_due
-from tlk_tracking.records import Environment, Phase, StepOutcome, WindowFacts, WindowSource
+from tlk_tracking.records import Environment, Phase, RecordingRanks, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.window_recorder import (
     RecordedWindow,
     WindowPlan,
@@ -54,6 +54,7 @@ class FitFacts:
     synchronize: bool
     rank: int
     world_size: int
+    recording_ranks: RecordingRanks
     destination: Destination | None
     environment: Callable[[], Environment]
     root: nn.Module | None = None
@@ -239,6 +240,7 @@ class FitRecorder:
             synchronize=self._facts.synchronize,
             rank=self._facts.rank,
             world_size=self._facts.world_size,
+            recording_ranks=self._facts.recording_ranks,
             environment=self._facts.environment(),
         )
 

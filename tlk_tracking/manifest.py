@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -104,6 +104,7 @@ class FileRow(_Closed, frozen=True):
 class Manifest(_Closed, frozen=True):
     """Everything of an annotation that is not a table.
 
+    `recording_ranks` are the ranks that were to record this window, null where that is unknown.
     `notes` are facts that bound nothing: `empty_transfers` copy or set calls of zero bytes,
     `launching_calls` runtime calls that launch.
     """
@@ -127,6 +128,9 @@ class Manifest(_Closed, frozen=True):
     notes: dict[str, _Count]
     audit: AuditRow
     environment: EnvironmentRow
+    recording_ranks: (
+        Literal["all"] | Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1_000_000)] | None
+    ) = None
     files: dict[str, FileRow] = {}
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 SESSION_PATTERN = re.compile(r"[0-9a-f]{8}")
 MARKER_PREFIX = "tlk::"
+
+# Which ranks were to record a window; a list is ascending.
+RecordingRanks = Literal["all"] | tuple[int, ...]
 
 
 class Phase(StrEnum):
@@ -199,6 +203,7 @@ class WindowFacts:
         device_expected: False when it is known that no device record could be made (no CUDA); its
             reason is `unavailable_reason`.
         gaps: what the recording side itself could not see (`mode_displaced`, `capture_raised`, ...).
+        recording_ranks: the ranks that were to record this window; None is unknown.
         global_step: the Trainer's `global_step` when the window closed: the step axis of its metrics.
     """
 
@@ -213,6 +218,7 @@ class WindowFacts:
     unavailable_reason: str | None = None
     rank: int = 0
     world_size: int = 1
+    recording_ranks: RecordingRanks | None = None
     global_step: int = 0
     gaps: tuple[Gap, ...] = ()
     environment: Environment = Environment()

@@ -22,6 +22,7 @@ from tlk_tracking.records import (
     Gap,
     GapReason,
     Phase,
+    RecordingRanks,
     StepOutcome,
     WindowFacts,
     WindowSource,
@@ -44,6 +45,7 @@ class WindowPlan:
     synchronize: bool
     rank: int = 0
     world_size: int = 1
+    recording_ranks: RecordingRanks | None = None
     environment: Environment = field(default_factory=describe_environment)
 
 
@@ -176,6 +178,7 @@ class WindowRecorder:
             unavailable_reason=lost if self._has_device else _NO_CUDA,
             rank=self.plan.rank,
             world_size=self.plan.world_size,
+            recording_ranks=self.plan.recording_ranks,
             global_step=global_step,
             gaps=self._gaps(error, lost),
             environment=self.plan.environment,
@@ -238,6 +241,7 @@ def skipped_window(plan: WindowPlan, *, reason: str, global_step: int) -> Window
         unavailable_reason=reason,
         rank=plan.rank,
         world_size=plan.world_size,
+        recording_ranks=plan.recording_ranks,
         global_step=global_step,
         gaps=(Gap(reason=GapReason.WINDOW_SKIPPED, count=1, evidence=reason),),
         environment=plan.environment,
