@@ -265,16 +265,17 @@ class KernelTelemetry(Callback):
             self._requested = False
             fit.request()
         fit.before_step(trainer.fit_loop.total_batch_idx + 1)
-        if fit.is_marking:
+        if fit.is_open:
             self._wrap(trainer, fit)
         else:
             self._unwrap()
 
     def _wrap(self, trainer: Trainer, fit: FitRecorder) -> None:
-        """Leave validation and checkpointing out of the step that comes next, while steps are recorded.
+        """Leave validation and checkpointing out of the step that comes next, and be told of errors first.
 
         Lightning's hooks are not enough: it loads validation batches before `on_validation_start`, has no hook at
-        the end of saving, and runs checkpoint callbacks after all others.
+        the end of saving, and runs checkpoint callbacks after all others. When a callback before this one fails in
+        `on_exception`, it calls nobody else.
         """
         if not self._wrapped:
             methods = [(trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")]
@@ -288,6 +289,18 @@ class KernelTelemetry(Callback):
                         after=lambda: self._try(trainer, fit.resume),
                     )
                 )
+            first = trainer.callbacks[0]  # type: ignore[attr-defined]  # Lightning sets it from outside the class
+            if first is not self:
+                self._wrapped.append(
+                    _wrap_method(
+                        first, "on_exception", before=lambda: self._fail_first(trainer), after=lambda: None
+                    )
+                )
+
+    def _fail_first(self, trainer: Trainer) -> None:
+        error = sys.exception()
+        if error is not None:  # else somebody calls the other callback's hook for a reason of their own
+            self.on_exception(trainer, trainer.lightning_module, error)
 
     def _unwrap(self) -> None:
         while self._wrapped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -183,9 +183,8 @@ class _Struck(Callback):
         self.cell.at(self.end)
 
 
-def run_cell(cell: Cell, telemetry: Callback | None, logger: Logger | bool, folder: Path) -> Trainer:
+def run_cell(cell: Cell, ours: Sequence[Callback], logger: Logger | bool, folder: Path) -> Trainer:
     """Fit for STEPS batches, or as long as the cell's strike lets it."""
-    ours = [] if telemetry is None else [telemetry]
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -216,7 +215,7 @@ class Surroundings:
     """What a fit must leave as it was, whatever happens in it."""
 
     modes: tuple[object, ...]
-    profiler: tuple[object, bool]
+    profiler: tuple[object, ...]
     module_hooks: tuple[int, ...]
     optimizer_hooks: int
     signal_handlers: tuple[object, ...]
@@ -233,7 +232,7 @@ def surroundings() -> Surroundings:
     )
     return Surroundings(
         modes=dispatch_mode_stack(),
-        profiler=(profiler_flag(), profiled_here()),
+        profiler=(repr(profiler_flag()), type(profiler_flag()), profiled_here()),
         module_hooks=tuple(len(kind) for kind in kinds),
         optimizer_hooks=len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks),
         signal_handlers=tuple(

@@ -105,11 +105,6 @@ class FitRecorder:
         """Whether a window is open, in its warm-up or recording."""
         return self._recorder is not None
 
-    @property
-    def is_marking(self) -> bool:
-        """Whether a step's bracket is open or paused."""
-        return self._recorder is not None and self._recorder.step is not None
-
     def request(self) -> None:
         """Let a window begin at the next step that is in none, whatever the schedule says."""
         self._progress = replace(self._progress, requested=True)
