@@ -40,9 +40,7 @@ class FaultProxy:
         self._ended.set()
         self._listener.close()
         for connection in self._open:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+            _cut(connection)
 
     def _accept(self) -> None:
         while not self._ended.is_set():
@@ -78,8 +76,8 @@ class FaultProxy:
         while chunk := client.recv(_CHUNK):
             if fault is Fault.CUT and b"PUT " in chunk and b".parquet" in chunk:
                 server.sendall(chunk[: len(chunk) // 2])
-                client.close()
-                server.close()
+                _cut(client)
+                _cut(server)
                 return
             server.sendall(chunk)
         server.shutdown(socket.SHUT_WR)
@@ -91,6 +89,12 @@ class FaultProxy:
                 if fault is Fault.SLOW:
                     self._ended.wait(0.2)
             client.shutdown(socket.SHUT_WR)
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # closing alone does not wake a thread that reads
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 @contextmanager
