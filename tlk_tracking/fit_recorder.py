@@ -18,7 +18,7 @@ from tlk_tracking.errors import RecordingError, TlkError
 from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.fused_notes import encode_window_notes
 from tlk_tracking.markers import call_table
-from tlk_tracking.outbox import CALLS_FILE, GRAPHS_FILE, TRACE_FILE, Outbox
+from tlk_tracking.outbox import CALLS_FILE, GRAPHS_FILE, TRACE_FILE, Outbox, RawWindow
 from tlk_tracking.profiling_window import StepAction, WindowProgress, WindowSchedule, decide, next_due
 from tlk_tracking.records import Environment, Phase, RecordingRanks, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.window_recorder import (
@@ -246,7 +246,9 @@ class FitRecorder:
             self._skip_reasons.add(reason)
             _log.warning("the window due at step %d is skipped: %s", recorder.plan.first_step, reason)
         facts = skipped_window(recorder.plan, reason=reason, global_step=self._global_step())
-        self._hand_over(lambda _: facts)
+        window = self._seal(lambda _: facts)
+        if window is not None:
+            self._worker.submit(window)
 
     def _drop(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -266,22 +268,27 @@ class FitRecorder:
             )
 
         try:
-            self._hand_over(record)
-        finally:
+            window = self._seal(record)
+        except Exception:
             self._drop()
+            raise
+        # A Ctrl-C before this leaves the recorder to `fail`, which finishes it again.
+        self._drop()
+        if window is not None:
+            self._worker.submit(window)
 
-    def _hand_over(self, record: Callable[[Path], WindowFacts]) -> None:
-        """Make a raw window of what `record` puts into its folder, and submit it; say so when that cannot be."""
+    def _seal(self, record: Callable[[Path], WindowFacts]) -> RawWindow | None:
+        """Make a raw window of what `record` puts into its folder; say so when that cannot be."""
         try:
             folder = self._outbox.open_window()
             try:
-                window = self._outbox.seal_window(folder, record(folder), self._facts.destination)
+                return self._outbox.seal_window(folder, record(folder), self._facts.destination)
             except BaseException:
                 self._outbox.discard_window(folder)
                 raise
-            self._worker.submit(window)
         except (TlkError, OSError) as error:
             _log.warning("a window is lost: %s", error)
+            return None
 
 
 def _write(recorded: RecordedWindow, folder: Path) -> WindowFacts:

@@ -45,6 +45,7 @@ class ProfilerSession:
         self._synchronize = synchronize and device
         self._state = _State.NEW
         self._profile: profile | None = None
+        self._stopped: profile | None = None
         self._owner = threading.get_ident()
         self._process = os.getpid()
 
@@ -95,6 +96,8 @@ class ProfilerSession:
     def stop(self, trace: Path) -> None:
         """Stop recording after all that was launched has run, and write the Chrome trace.
 
+        Interrupted by a Ctrl-C, it can be called again.
+
         Raises:
             RecordingError: another profiler took the session over; what it recorded is lost.
         """
@@ -104,14 +107,22 @@ class ProfilerSession:
 
     def stop_unsynchronized(self, trace: Path) -> None:
         """Stop recording and write what there is: the way out when training raised. Errors as `stop`."""
-        if not self.running:
-            self.close()
-            raise RecordingError("another torch profiler took the session over; nothing of it is left")
-        stopped = self._profile
+        if self._stopped is None:
+            if not self.running:
+                self.close()
+                raise RecordingError("another torch profiler took the session over; nothing of it is left")
+            self._stopped = self._profile
+        stopped = self._stopped
         assert stopped is not None
         self.close()
         stopped.export_chrome_trace(str(trace))
-        _release(stopped)
+
+    def forget(self) -> None:
+        """Let go of what was recorded: torch's object is a cycle and may live on for long."""
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            stopped.profiler = None
+            stopped.action_map.clear()
 
     def close(self) -> None:
         """Stop without a trace, whatever the state; does nothing the second time, and nothing to another's profiler.
@@ -228,12 +239,6 @@ def _any_scheduled(steps: int) -> bool:
             if any(found.schedule(step) is not ProfilerAction.NONE for step in ahead):
                 return True
     return False
-
-
-def _release(stopped: profile) -> None:
-    """Let go of what the session recorded: the object is a cycle and may live on for long."""
-    stopped.profiler = None
-    stopped.action_map.clear()
 
 
 def _stop_without_synchronizing(opened: profile) -> None:

@@ -148,7 +148,7 @@ class WindowRecorder:
         """End the window and write its trace; `error` is what ended it, if something did.
 
         The step in which an error came ends as raised; one that was paused or is cut short by the end of the fit
-        is abandoned. Nothing is waited for when there is an error.
+        is abandoned. Nothing is waited for when there is an error. Interrupted by a Ctrl-C, it can be called again.
         """
         was_running = self._brackets.pause()
         self._brackets.close(
@@ -164,8 +164,6 @@ class WindowRecorder:
             lost = str(failure)
         except Exception as failure:  # noqa: BLE001 - torch's own, of any kind; the rows are still good
             lost = f"torch could not finish its profiler session ({type(failure).__name__})"
-        finally:
-            self.close()
         facts = WindowFacts(
             session=self.plan.session,
             source=self.plan.source,
@@ -197,6 +195,7 @@ class WindowRecorder:
         """
         self._brackets.close(StepOutcome.ABANDONED)
         self._session.close()
+        self._session.forget()
         return self._brackets.settle()
 
     def _gaps(self, error: BaseException | None, lost: str | None) -> tuple[Gap, ...]:
