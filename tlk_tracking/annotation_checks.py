@@ -26,7 +26,7 @@ from tlk_tracking.records import (
     Phase,
     StepOutcome,
 )
-from tlk_tracking.tables import MAX_MODULE_LENGTH, MAX_NAME_LENGTH
+from tlk_tracking.tables import MAX_DURATION_NS, MAX_MODULE_LENGTH, MAX_NAME_LENGTH
 from tlk_tracking.totals import Bounded, count_totals
 
 _CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet"
@@ -38,9 +38,8 @@ _LAUNCH_FACTS = (
 )  # fmt: skip
 
 MAX_TEXT_BYTES = (2 << 30) - 1  # what one Arrow array of texts holds
-# Times beyond these cannot be told from an overflow: 104 days for one launch, 73 years for a window.
-_MAX_DURATION_US = 2.0**53 / 1000
-_MAX_START_NS = 2**61
+_MAX_DURATION_US = MAX_DURATION_NS / 1000
+_MAX_START_NS = 2**62  # beyond it sums could overflow
 _EXTENT = re.compile(r"-?[0-9]{1,20},-?[0-9]{1,20},-?[0-9]{1,20}")
 _SHOWN_LENGTH = 80
 

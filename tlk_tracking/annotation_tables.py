@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tlk_tracking.correlation import LAUNCH_GAPS, Correlation
+from tlk_tracking.correlation import LAUNCH_GAPS, Correlation, has_duration
 from tlk_tracking.event_columns import Bools, EventColumns, Int64s
 from tlk_tracking.fused_relations import FusedRelations
 from tlk_tracking.launch_places import place_launches
@@ -110,7 +110,7 @@ def make_launch_tables(
             "launch_name": records.launch_name.take(index),
             "device": records.device.take(index),
             "stream": records.stream.take(index),
-            "duration": sorted_column(records.duration_ns / 1000, records.duration_ns > 0),
+            "duration": sorted_column(records.duration_ns / 1000, has_duration(records)),
             "runtime_correlation": sorted_column(records.correlation, records.correlation != 0),
             "attribution_status": pa.DictionaryArray.from_arrays(attributed[order], statuses),
             "kind": records.kind.take(index),

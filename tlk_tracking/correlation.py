@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlk_tracking.errors import TraceError
-from tlk_tracking.event_columns import Bools, EventColumns, HostRanges, Int64s
+from tlk_tracking.event_columns import Bools, DeviceRecords, EventColumns, HostRanges, Int64s
 from tlk_tracking.lost_launches import count_lost_launches
 from tlk_tracking.nested_ranges import NONE, innermost, parents
 from tlk_tracking.records import Gap, GapReason
+from tlk_tracking.tables import MAX_DURATION_NS
 
 # Records and calls that share one correlation multiply; a trace that needs more pairs than this is none of ours.
 MAX_RELATIONS = 20_000_000
@@ -113,7 +114,7 @@ def correlate(events: EventColumns, *, steps: frozenset[int] | None = None) -> C
     record_gap = _launch_gaps(
         events, calls=calls, known=known, earliest=earliest, related=related, in_step=record_bracket != NONE
     )
-    time_valid = (records.duration_ns > 0) & (records.start_ns > 0)
+    time_valid = has_duration(records) & (records.start_ns > 0)
     audit = _audit(events, calls, relation_record=relation_record, relation_call=relation_call)
     lost, empty_transfers, launching = count_lost_launches(events, in_bracket=call_bracket != NONE)
     return Correlation(
@@ -137,6 +138,11 @@ def correlate(events: EventColumns, *, steps: frozenset[int] | None = None) -> C
         launching_calls=launching,
         runtime_calls_seen=len(runtime) > 0,
     )
+
+
+def has_duration(records: DeviceRecords) -> Bools:
+    """Tell which records have a duration that one can believe."""
+    return (records.duration_ns > 0) & (records.duration_ns <= MAX_DURATION_NS)
 
 
 def _brackets(events: EventColumns, steps: frozenset[int] | None) -> HostRanges:

@@ -7,6 +7,8 @@ import pyarrow as pa
 # Longest name (of a kernel, an operator) that is kept; what is longer is cut there when a trace is read.
 MAX_NAME_LENGTH = 1 << 16
 MAX_MODULE_LENGTH = 1 << 12
+# 104 days; what claims to have run longer has no valid time.
+MAX_DURATION_NS = 2**53
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 

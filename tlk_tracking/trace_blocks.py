@@ -38,8 +38,8 @@ class EventArgs(msgspec.Struct, gc=False):
     device: _Int64 | None = None
     stream: _Int64 | None = None
     bytes: _Int64 | None = None
-    grid: tuple[int, int, int] | None = None
-    block: tuple[int, int, int] | None = None
+    grid: tuple[_Int64, _Int64, _Int64] | None = None
+    block: tuple[_Int64, _Int64, _Int64] | None = None
 
 
 class TraceEvent(msgspec.Struct, gc=False):
