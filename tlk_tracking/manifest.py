@@ -121,6 +121,7 @@ class Manifest(_Closed, frozen=True):
     window: Window
     rank: _Count
     world_size: _Count
+    recording_ranks: Literal["all"] | Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1_000_000)] | None
     global_step: _Count
     counts: dict[str, Number]
     times: dict[str, Number]
@@ -128,9 +129,6 @@ class Manifest(_Closed, frozen=True):
     notes: dict[str, _Count]
     audit: AuditRow
     environment: EnvironmentRow
-    recording_ranks: (
-        Literal["all"] | Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1_000_000)] | None
-    ) = None
     files: dict[str, FileRow] = {}
 
 
