@@ -34,7 +34,11 @@ def rewrite_file(folder: Path, name: str, body: bytes, *, rows: int | None = Non
 
 def rewrite_table(folder: Path, name: str, change: Callable[[pa.Table], pa.Table]) -> None:
     """Apply `change` to a table and write it back; its manifest entry fits it."""
-    before = pq.read_table(folder / name)
+    schema = pq.read_schema(folder / name)
+    before = pq.read_table(folder / name, read_dictionary=[f.name for f in schema if f.type == pa.string()])
+    for index, field in enumerate(schema):
+        if pa.types.is_decimal(field.type):
+            before = before.set_column(index, field.name, before[index].cast(pa.float64()))
     after = change(before)
     sink = pa.BufferOutputStream()
     pq.write_table(after.replace_schema_metadata(before.schema.metadata), sink, compression="zstd")
