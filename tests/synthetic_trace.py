@@ -34,12 +34,21 @@ class SyntheticTrace:
     header: dict[str, Any] = field(default_factory=dict)
 
     def host(
-        self, name: str, start: float, end: float, *, thread: int = MAIN, external_id: int = 0, cat: str = "cpu_op"
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        thread: int = MAIN,
+        external_id: int = 0,
+        cat: str = "cpu_op",
     ) -> Event:
         args = {"External id": external_id, "Record function id": 0, "Ev Idx": len(self.events)}
         return self._add(cat=cat, name=name, start=start, duration=end - start, pid=9, tid=thread, args=args)
 
-    def op(self, sequence: int, start: float, end: float, *, session: str | None = None, **more: Any) -> Event:
+    def op(
+        self, sequence: int, start: float, end: float, *, session: str | None = None, **more: Any
+    ) -> Event:
         """Add our range around an ATen call."""
         return self.host(f"tlk::{session or self.session}::op::{sequence}", start, end, **more)
 
@@ -63,7 +72,9 @@ class SyntheticTrace:
         args = {"device": device, "stream": stream, **more}
         args |= {} if correlation is None else {"correlation": correlation}
         args |= {"External id": external_id} if external_id else {}
-        return self._add(cat=cat, name=name, start=start, duration=duration, pid=device, tid=stream, args=args)
+        return self._add(
+            cat=cat, name=name, start=start, duration=duration, pid=device, tid=stream, args=args
+        )
 
     def launch(self, correlation: int, start: float, *, thread: int = MAIN, **more: Any) -> None:
         """Add a kernel launch: a runtime call, and its record 10 µs later."""
@@ -80,7 +91,9 @@ class SyntheticTrace:
         path.write_text(self.text(layout), encoding="utf-8")
         return path
 
-    def _add(self, *, cat: str, name: str, start: float, duration: float, pid: int, tid: int, args: Event) -> Event:
+    def _add(
+        self, *, cat: str, name: str, start: float, duration: float, pid: int, tid: int, args: Event
+    ) -> Event:
         event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ORIGIN_US + start}
         self.events.append(event | {"dur": duration, "args": args})
         return self.events[-1]

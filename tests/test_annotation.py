@@ -587,13 +587,24 @@ def test_texts_that_only_memory_could_not_hold_are_refused(recorded: Path) -> No
 
     def bomb(table: pa.Table) -> pa.Table:
         rows = 200_000
-        name = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * (1 << 20)]))
+        name = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * (1 << 16)]))
         columns = {n: pa.nulls(rows, table.schema.field(n).type) for n in table.column_names}
         columns |= {"sequence": pa.array(range(rows)), "operator": name}
         return pa.table(columns, schema=table.schema)
 
     rewrite_table(recorded, CALLS, bomb)
     assert _refusal(recorded) == (CALLS, None, "operator")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "field", "length"),
+    [(CALLS, 1, "operator", 65_537), (CALLS, 0, "module", 4_097), (LAUNCHES, 3, "launch_name", 65_537)],
+)
+def test_a_text_of_more_than_is_ever_written_is_refused(
+    recorded: Path, name: str, row: int, field: str, length: int
+) -> None:
+    rewrite_table(recorded, name, with_value(row, field, "x" * length))
+    assert _refusal(recorded) == (name, row, field)
 
 
 def test_an_annotation_is_data_and_never_changed(recorded: Path) -> None:

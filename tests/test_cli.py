@@ -109,7 +109,7 @@ def test_what_is_unavailable_is_null_in_json(tmp_path: Path, tlk: Tlk) -> None:
 def test_show_says_which_numbers_are_bounds_and_why(tmp_path: Path, tlk: Tlk) -> None:
     real = real_trace("warmup_leak")
     assert tlk("import", real.trace, "--ops", real.ops, "--out", tmp_path / "out").code == 0
-    shown = tlk("show", tmp_path / "out", "--top", 1).out.replace("\n", " ")
+    shown = " ".join(tlk("show", tmp_path / "out", "--top", 1).out.split())
     for words in ("≥ 40", "record_without_launch", "queued before the window", "NVIDIA H200", "aten"):
         assert words in shown
 

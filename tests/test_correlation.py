@@ -346,6 +346,7 @@ def _measured(annotation: KernelAnnotation) -> tuple[dict[str, tuple[Any, ...]],
     return launches, dict(zip(calls["sequence"].to_pylist(), calls["step"].to_pylist(), strict=True))
 
 
+@pytest.mark.timeout(3600 if SOAK else 180)
 @settings(
     max_examples=20_000 if SOAK else 250,
     deadline=None,
