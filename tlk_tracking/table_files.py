@@ -61,7 +61,8 @@ def decode_table(
     try:
         metadata_only = pq.read_metadata(io.BytesIO(body))
         _check_size(name, metadata_only, rows)
-        names = metadata_only.schema.to_arrow_schema().names
+        # Paths, since a nested column has another than its name.
+        names = [metadata_only.schema.column(index).path for index in range(metadata_only.num_columns)]
         if names != schema.names:
             raise AnnotationError(f"has the columns {names}, not {schema.names}", file=name)
         file = pq.ParquetFile(io.BytesIO(body), read_dictionary=_texts(schema), metadata=metadata_only)
