@@ -1,4 +1,4 @@
-"""Raw windows of small programs as three files: trace, rows of the calls, facts (made on a GPU, read anywhere)."""
+"""Raw windows of small programs as files: trace, rows of the calls, facts, graphs (made on a GPU, read anywhere)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ import pyarrow.parquet as pq
 
 from tlk_tracking import KernelAnnotation
 from tlk_tracking.annotate import annotate
+from tlk_tracking.fused_notes import decode_window_notes, encode_window_notes
 from tlk_tracking.records import Phase, StepOutcome, WindowFacts, WindowSource
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from tlk_tracking.fused_kernels import FusedKernels
     from tlk_tracking.window_recorder import WindowRecorder
 
 SESSION = "c0ffee00"
 
 
 def capture(
-    folder: Path, name: str, program: Callable[[WindowRecorder], object], *, model: nn.Module | None = None
+    folder: Path,
+    name: str,
+    program: Callable[[WindowRecorder], object],
+    *,
+    model: nn.Module | None = None,
+    fused: FusedKernels | None = None,
 ) -> KernelAnnotation:
     """Record `program` as step 3 and write its raw window; return its annotation."""
     from tlk_tracking.markers import call_table
@@ -38,7 +45,7 @@ def capture(
         requested=1,
         synchronize=True,
     )
-    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model)
+    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model, fused=fused)
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"{name}.trace.json"
     try:
@@ -54,6 +61,8 @@ def capture(
     trace.unlink()
     pq.write_table(call_table(recorded.calls), folder / f"{name}.calls.parquet", compression="zstd")
     (folder / f"{name}.window.json").write_bytes(msgspec.json.encode(recorded.facts))
+    if recorded.graphs:
+        (folder / f"{name}.graphs.json").write_bytes(encode_window_notes(recorded.graphs))
     return annotate_captured(folder, name)
 
 
@@ -61,4 +70,6 @@ def annotate_captured(folder: Path, name: str) -> KernelAnnotation:
     """Make the annotation of a raw window that `capture` wrote."""
     facts = msgspec.json.decode((folder / f"{name}.window.json").read_bytes(), type=WindowFacts)
     calls = pq.read_table(folder / f"{name}.calls.parquet")
-    return annotate(folder / f"{name}.trace.json.gz", facts, calls=calls)
+    notes = folder / f"{name}.graphs.json"
+    graphs = decode_window_notes(notes.read_bytes()) if notes.exists() else ()
+    return annotate(folder / f"{name}.trace.json.gz", facts, calls=calls, graphs=graphs)

@@ -10,9 +10,10 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import fx
@@ -73,6 +74,13 @@ class FusedKernels:
         self.detach()
         while self._undo:
             self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def attach(self, session: str) -> None:
         """Put a range of this session around each launch of generated code."""
@@ -203,22 +211,22 @@ def _size(size: Any) -> int | str:
 def _call_sites(source: str) -> tuple[list[tuple[int, int]], frozenset[str]]:
     """Return where in generated source each handle's call begins, and the names that those calls launch.
 
-    The call site is the outermost call of the first statement after the handle's comment.
+    The call site is the first statement after the handle's comment that is a call and no assignment.
     """
     lines = source.splitlines()
     sites = [
         (at, int(found[1])) for at, line in enumerate(lines, start=1) if (found := _HANDLE.fullmatch(line))
     ]
-    statements = sorted(
-        (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr | ast.Assign)),
-        key=lambda node: node.lineno,
-    )
-    starts = [node.lineno for node in statements]
+    statements = [
+        (node.lineno, node.value.func)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ]
+    statements.sort(key=lambda found: found[0])
     names = set()
-    for line, _ in sites:
-        place = bisect.bisect_right(starts, line)
-        called = statements[place].value if place < len(statements) else None
-        function = called.func if isinstance(called, ast.Call) else None
+    for (line, _), (end, _) in pairwise([*sites, (len(lines) + 1, 0)]):
+        place = bisect.bisect_right(statements, line, key=lambda found: found[0])
+        function = statements[place][1] if place < len(statements) and statements[place][0] < end else None
         if isinstance(function, ast.Attribute) and function.attr == "run":
             function = function.value
         if isinstance(function, ast.Name):

@@ -92,4 +92,9 @@ def cache_key(graph: Any) -> str | None:
 def will_autotune(kernel: Any) -> bool:
     """Return whether the next run of a generated kernel first tries several variants on the device."""
     launchers = getattr(kernel, "launchers", None)
-    return launchers is not None and len(launchers) != 1
+    if launchers is None:
+        return False
+    if not launchers:  # it has not run yet
+        variants = getattr(kernel, "configs", None)
+        return variants is None or len(variants) != 1
+    return len(launchers) != 1

@@ -47,14 +47,14 @@ class Recording:
 
 @contextmanager
 def record_kernels(
-    *, model: nn.Module | None = None, synchronize: bool = True, fused: bool = False
+    *, model: nn.Module | None = None, fused: FusedKernels | None = None, synchronize: bool = True
 ) -> Iterator[Recording]:
     """Record the block as one step, number 0, and annotate it when it ends, also when it raises.
 
     Args:
         model: the calls are named after the parts of this module (`model.named_modules()`); None leaves that open.
-        fused: relate launches of compiled code to the ATen nodes they compute, where the code is compiled inside the
-            block or Inductor's cache has it from another such block.
+        fused: relate launches of compiled code to the ATen nodes they compute, for what was compiled while this was
+            on (`with FusedKernels() as fused:` around compilation and recording); None leaves them without.
         synchronize: wait for the device when the recording begins and ends, so that no kernel of before is in it
             and every kernel of the block is.
 
@@ -74,12 +74,9 @@ def record_kernels(
         rank=torch.distributed.get_rank() if distributed else 0,
         world_size=torch.distributed.get_world_size() if distributed else 1,
     )
-    kernels = FusedKernels() if fused else None
-    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model, fused=kernels)
+    recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model, fused=fused)
     warm_start()
     try:
-        if kernels is not None:
-            kernels.install()
         recorder.warm_up()
         recorder.begin_step(0, phase=Phase.FORWARD)
         yield recording
@@ -92,8 +89,6 @@ def record_kernels(
         recording._annotation = _finish(recorder, error=None)
     finally:
         recorder.close()
-        if kernels is not None:
-            kernels.remove()
 
 
 def _finish_after(error: BaseException, recorder: WindowRecorder, recording: Recording) -> None:

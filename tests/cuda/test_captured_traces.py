@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from captured_window import capture
 from plain_profiler import profiled, work_of
 from recorded_window import work_of_launches
 from torch import Tensor, nn
+
+from tlk_tracking.fused_kernels import FusedKernels
 
 MAX_BYTES = 100_000
 
@@ -26,7 +28,7 @@ class Program:
     run: Callable[[], object]
     model: nn.Module | None = None
     before: int = 2
-    keep: list[Any] = field(default_factory=list)
+    fused: FusedKernels | None = None
 
 
 class Block(nn.Module):
@@ -210,10 +212,12 @@ def graph_replay() -> Program:
 
 def compiled(mode: str) -> Callable[[], Program]:
     def make() -> Program:
+        fused = FusedKernels()
+        fused.install()
         model = Net().cuda()
         model.block = torch.compile(model.block, mode=mode)
         x = torch.randn(32, 64, device="cuda")
-        return Program(run=step(model, lambda: model(x).square().mean()), model=model, before=5)
+        return Program(run=step(model, lambda: model(x).square().mean()), model=model, before=5, fused=fused)
 
     return make
 
@@ -241,7 +245,13 @@ def test_a_captured_window_has_what_a_plain_profiler_sees(name: str, tmp_path: P
         program.run()
     torch.cuda.synchronize()
     folder = Path(os.environ.get("TLK_TRACES", tmp_path))
-    annotation = capture(folder, name, lambda recorder: program.run(), model=program.model)
+    try:
+        annotation = capture(
+            folder, name, lambda recorder: program.run(), model=program.model, fused=program.fused
+        )
+    finally:
+        if program.fused is not None:
+            program.fused.remove()
     assert work_of_launches(annotation) == work_of(profiled(program.run))
     assert (folder / f"{name}.trace.json.gz").stat().st_size < MAX_BYTES
     torch._dynamo.reset()

@@ -13,7 +13,8 @@ from plain_profiler import profiled, work_of
 from recorded_window import recorded, work_of_launches
 from torch import nn
 
-from tlk_tracking import KernelAnnotation
+from tlk_tracking import KernelAnnotation, record_kernels
+from tlk_tracking.fused_kernels import FusedKernels
 
 Check = Callable[[str, str, object, object], None]
 
@@ -182,4 +183,112 @@ def test_a_custom_function_that_launches_in_backward(check: Check) -> None:
         "on autograd's own thread; from the program",
         {"launched_outside_dispatcher": 1},
         gaps(annotation),
+    )
+
+
+def _origins(annotation: KernelAnnotation) -> dict[int, set[str]]:
+    """Return for each launch what its relations rest on."""
+    found: dict[int, set[str]] = {}
+    for row in annotation.relation_table.to_pylist():
+        found.setdefault(row["launch"], set()).add(row["origin"])
+    return found
+
+
+def _computes_what_its_name_says(annotation: KernelAnnotation, launch: int) -> bool:
+    """Inductor puts the ATen operators that a kernel computes into its name: a second opinion on the join."""
+    relations = annotation.relations
+    nodes = annotation.fused_nodes.set_index("sequence")
+    originals = {
+        str(nodes.loc[sequence, "original"]).removeprefix("aten.").partition(".")[0]
+        for sequence in relations[relations["launch"] == launch]["sequence"]
+    }
+    name = str(annotation.launches["launch_name"].iloc[launch])
+    return any(original in name for original in originals)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x)).tanh()
+
+
+@pytest.mark.parametrize("first_call", ["before the window", "in the window"])
+def test_launches_of_compiled_code_are_related_to_their_nodes(
+    first_call: str, fresh_compiler: None, check: Check
+) -> None:
+    model = nn.Sequential(Residual(), Residual()).cuda()
+    x = torch.randn(32, 64, device="cuda")
+    with FusedKernels() as kernels:
+        compiled = torch.compile(model)
+
+        def program() -> None:
+            model.zero_grad()
+            compiled(x).square().mean().backward()
+
+        if first_call == "before the window":
+            program()
+            program()
+        with record_kernels(model=model, fused=kernels) as recording:
+            program()
+        if first_call == "in the window":
+            program()
+        plain = profiled(program)
+    annotation = recording.annotation
+    origins = _origins(annotation)
+    launches = annotation.launches
+    generated = launches[launches["launch_name"].astype(str).str.startswith("triton_")]
+    related = [launch for launch in generated["launch"] if origins.get(launch) == {"inductor_kernel"}]
+    notes = annotation.manifest.notes
+    check(
+        f"many ATen nodes, one fused launch: compiled {first_call}",
+        "two residual blocks, forward and backward; plain profiler, and the operators in Inductor's kernel names",
+        {
+            "related launches": sum(record.work.name.startswith("triton_") for record in plain),
+            "of another name": 0,
+            "one call and nodes": 0,
+            "some with 2 and more nodes": True,
+        },
+        {
+            "related launches": len(related),
+            "of another name": sum(not _computes_what_its_name_says(annotation, one) for one in related),
+            "one call and nodes": sum(len(found) > 1 for found in origins.values()),
+            "some with 2 and more nodes": bool((annotation.relations["launch"].value_counts() >= 2).any()),
+        },
+    )
+    assert notes["fused_no_provenance"] == 0
+    if first_call == "before the window":
+        assert len(generated) == len(related)
+
+
+def test_replays_of_compiled_graphs_are_related_to_their_graph(fresh_compiler: None, check: Check) -> None:
+    model = Residual().cuda()
+    x = torch.randn(32, 64, device="cuda")
+    with FusedKernels() as kernels:
+        compiled = torch.compile(model, mode="reduce-overhead")
+
+        def program() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad(set_to_none=False)
+            compiled(x).square().mean().backward()
+
+        for _ in range(6):
+            program()
+        with record_kernels(model=model, fused=kernels) as recording:
+            program()
+    annotation = recording.annotation
+    replayed = annotation.launches[annotation.launches["graph_launch"].notna()]
+    origins = _origins(annotation)
+    check(
+        "mode=reduce-overhead: replays",
+        "a residual block, forward and backward; every replayed record",
+        {"graph launches": 2, "related": {"inductor_graph"}, "phases": ["backward", "forward"]},
+        {
+            "graph launches": replayed["graph_launch"].nunique(),
+            "related": set().union(*(origins.get(launch, set()) for launch in replayed["launch"])),
+            "phases": sorted(str(phase) for phase in replayed["phase"].dropna().unique()),
+        },
     )
