@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def scramble_json(said: Any, dice: random.Random) -> Any:
     holder, key = dice.choice(list(_places(said)))
     match dice.randrange(6):
         case 0 | 1:
-            holder[key] = dice.choice(HOSTILE_VALUES)
+            holder[key] = deepcopy(dice.choice(HOSTILE_VALUES))
         case 2:
             holder[key] = dice.choice(HOSTILE_TEXTS)
         case 3:
@@ -67,7 +68,7 @@ def scramble_json(said: Any, dice: random.Random) -> Any:
             holder.insert(dice.randrange(len(holder) + 1), holder[key])
         case _:
             other, there = dice.choice(list(_places(said)))
-            holder[key], other[there] = other[there], holder[key]
+            holder[key], other[there] = deepcopy(other[there]), deepcopy(holder[key])  # never a cycle
     return said
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _scrambled_events(dice: random.Random) -> bytes:
         event: Any = dice.choice(trace.events)
         part = dice.choice([event, event["args"]] if isinstance(event.get("args"), dict) else [event])
         if part:
-            part[dice.choice(list(part))] = dice.choice((*HOSTILE_VALUES, *HOSTILE_TEXTS))
+            part[dice.choice(list(part))] = deepcopy(dice.choice((*HOSTILE_VALUES, *HOSTILE_TEXTS)))
     return trace.text(dice.choice(list(Layout))).encode()
 
 
