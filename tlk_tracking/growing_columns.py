@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from tlk_tracking.event_columns import Bools, DeviceRecords, HostRanges, Int64s, Ints, RuntimeCalls
 from tlk_tracking.records import LaunchKind
@@ -35,16 +34,13 @@ def read_times(events: list[TraceEvent]) -> TimedEvents:
 
     DESIGN rule 8: round(ts_us * 1000); truncation would make one duration in 140 a nanosecond short.
     """
-    start = np.array([e.ts for e in events], np.float64)  # None becomes nan
-    duration = np.array([e.dur for e in events], np.float64)
-    readable = (np.abs(start) < _MAX_TIME_US) & (np.abs(duration) < _MAX_TIME_US)
-    if not readable.all():
-        events, start, duration = list(compress(events, readable)), start[readable], duration[readable]
-    return TimedEvents(
-        events=events,
-        start_ns=np.rint(start * 1000).astype(np.int64),
-        duration_ns=np.rint(duration * 1000).astype(np.int64),
-    )
+    times = np.array([[e.ts for e in events], [e.dur for e in events]], np.float64)  # None becomes nan
+    is_time = np.abs(times) < _MAX_TIME_US
+    if not is_time.all():
+        readable = is_time.all(axis=0)
+        events, times = list(compress(events, readable)), times[:, readable]
+    start_ns, duration_ns = np.rint(times * 1000).astype(np.int64)
+    return TimedEvents(events=events, start_ns=start_ns, duration_ns=duration_ns)
 
 
 _NO_ARGS = EventArgs()
@@ -62,41 +58,37 @@ class IntColumn:
     """Integers, each in the fewest bytes that hold all of them so far."""
 
     def __init__(self) -> None:
-        self._range: np.iinfo[Any] = np.iinfo(np.int16)  # of whichever width
+        self._dtype: np.dtype[np.signedinteger[Any]] = np.dtype(np.int16)  # of whichever width
         self._values = bytearray()
 
     def extend(self, values: list[int] | Int64s) -> None:
         """Append the values of one block."""
         block = np.asarray(values, np.int64)
-        low, high = int(block.min(initial=0)), int(block.max(initial=0))
-        if low < self._range.min or high > self._range.max:
-            held = np.frombuffer(self._values, self._range.dtype)
-            wider = np.iinfo(np.int32)
-            self._range = wider if wider.min <= low and high <= wider.max else np.iinfo(np.int64)
-            self._values = bytearray(held.astype(self._range.dtype).data)
-        self._values += block.astype(self._range.dtype).data
+        short = block.astype(self._dtype)
+        while (short != block).any():
+            held = np.frombuffer(self._values, self._dtype)
+            self._dtype = np.dtype(np.int32 if self._dtype == np.int16 else np.int64)
+            self._values = bytearray(held.astype(self._dtype).data)
+            short = block.astype(self._dtype)
+        self._values += short.data
 
     def take(self) -> Ints:
         """Return the column and leave it empty."""
         values, self._values = self._values, bytearray()
-        return np.frombuffer(values, self._range.dtype)
+        return np.frombuffer(values, self._dtype)
 
 
-class CountColumn:
+class CountColumn(IntColumn):
     """Integers from 0 on, or nothing; what is below 0 is unknown."""
 
-    def __init__(self) -> None:
-        self._blocks = [pa.nulls(0, pa.int64())]
-
-    def extend(self, values: list[int | None]) -> None:
+    def extend_known(self, values: list[int | None]) -> None:
         """Append the values of one block."""
-        self._blocks.append(pa.array(values, pa.int64()))
+        self.extend([-1 if value is None else value for value in values])
 
-    def take(self) -> pa.Int64Array:
-        """Return the column and leave it empty."""
-        blocks, self._blocks = self._blocks, [pa.nulls(0, pa.int64())]
-        values = pa.concat_arrays(blocks)
-        return pc.if_else(pc.less(values, 0), pa.scalar(None, pa.int64()), values)
+    def take_known(self) -> pa.Int64Array:
+        """Return the column with nulls and leave it empty."""
+        values = self.take()
+        return pa.array(values.astype(np.int64), mask=values < 0)
 
 
 class TextColumn:
@@ -197,11 +189,11 @@ class RecordColumns:
         self.duration.extend(timed.duration_ns)
         self.correlation.extend([a.correlation or 0 for a in args])
         self.external_id.extend([a.external_id or 0 for a in args])
-        self.kind.extend([kind.value] * len(events))
+        self.kind.extend([kind] * len(events))
         self.launch_name.extend([e.name or None for e in events])
-        self.device.extend([a.device for a in args])
-        self.stream.extend([a.stream for a in args])
-        self.bytes.extend([a.bytes for a in args])
+        self.device.extend_known([a.device for a in args])
+        self.stream.extend_known([a.stream for a in args])
+        self.bytes.extend_known([a.bytes for a in args])
         self.grid.extend([a.grid for a in args])
         self.block.extend([a.block for a in args])
 
@@ -214,9 +206,9 @@ class RecordColumns:
             external_id=self.external_id.take(),
             kind=self.kind.take(),
             launch_name=self.launch_name.take(),
-            device=self.device.take(),
-            stream=self.stream.take(),
-            bytes=self.bytes.take(),
+            device=self.device.take_known(),
+            stream=self.stream.take_known(),
+            bytes=self.bytes.take_known(),
             grid=self.grid.take(),
             block=self.block.take(),
         )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from tlk_tracking.errors import TraceError
 from tlk_tracking.event_columns import (
@@ -19,15 +19,16 @@ from tlk_tracking.event_columns import (
     DeviceRecords,
     EventColumns,
     HostRanges,
+    Ints,
     RuntimeCalls,
     rows_of,
 )
 from tlk_tracking.growing_columns import (
     CallColumns,
     Codes,
+    IntColumn,
     RangeColumns,
     RecordColumns,
-    TextColumn,
     TimedEvents,
     cut_name,
     read_times,
@@ -40,7 +41,9 @@ KIND_OF_CATEGORY = {
     "gpu_memcpy": LaunchKind.MEMCPY,
     "gpu_memset": LaunchKind.MEMSET,
 }
-_CATEGORIES = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", *KIND_OF_CATEGORY})
+_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", *KIND_OF_CATEGORY)
+# Enough events to make a call of numpy cheap beside them, few enough to stay in the cache.
+_EVENTS_AT_ONCE = 2048
 _MARKER = re.compile(MARKER_PREFIX + "([0-9a-f]{8}::(?:op|step))::([0-9]{1,16})")
 _MAX_NUMBER = 2**53
 _PROFILER_STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -82,16 +85,19 @@ def _collector_paused() -> Iterator[None]:
 
 
 class _Names(Codes):
-    """Number names as they come; a marker, whose name comes only once, goes to `found` and gets -1."""
+    """Number names as they come; a marker, whose name comes only once, goes to `kinds` and `numbers` and gets -1."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, int]] = []
+        self.kinds: list[str] = []
+        self.numbers: list[int] = []
 
     def __missing__(self, name: object) -> int:
         if isinstance(name, str) and (marker := _MARKER.fullmatch(name)):
-            kind, number = marker.groups()
-            if int(number) <= _MAX_NUMBER:
-                self.found.append((kind, int(number)))
+            kind, digits = marker.groups()
+            number = int(digits)
+            if number <= _MAX_NUMBER:
+                self.kinds.append(kind)
+                self.numbers.append(number)
                 return -1
         return super().__missing__(name)
 
@@ -103,9 +109,10 @@ class _Columns:
         self.names, self.annotation_names = _Names(), _Names()
         self.threads = Codes()
         self.host_ops, self.annotations, self.markers = RangeColumns(), RangeColumns(), RangeColumns()
-        self.marker_kind = TextColumn()
+        self.marker_kinds, self.marker_kind = Codes(), IntColumn()
         self.calls = CallColumns()
         self.records = RecordColumns()
+        self.waiting: dict[str, list[TraceEvent]] = {category: [] for category in _CATEGORIES}
         self.unreadable = 0
 
     def extend(self, events: list[TraceEvent]) -> None:
@@ -113,17 +120,25 @@ class _Columns:
         for event in events:
             if event.ph == "X":
                 groups[event.cat].append(event)
-        for category, group in groups.items():
-            if category not in _CATEGORIES:
+        for category in _CATEGORIES:
+            if category not in groups:
                 continue
-            timed = read_times(group)
-            self.unreadable += len(group) - len(timed.events)
-            if category in ("cpu_op", "user_annotation"):
-                self._extend_ranges(timed, category)
-            elif category in KIND_OF_CATEGORY:
-                self.records.extend(timed, KIND_OF_CATEGORY[category])
-            else:
-                self.calls.extend(timed, self.names, self.threads)
+            waiting = self.waiting[category]
+            waiting += groups[category]
+            if len(waiting) >= _EVENTS_AT_ONCE:
+                self._flush(category)
+
+    def _flush(self, category: str) -> None:
+        """Turn the waiting events of one category into columns."""
+        timed = read_times(self.waiting[category])
+        self.unreadable += len(self.waiting[category]) - len(timed.events)
+        self.waiting[category] = []
+        if category in ("cpu_op", "user_annotation"):
+            self._extend_ranges(timed, category)
+        elif category in KIND_OF_CATEGORY:
+            self.records.extend(timed, KIND_OF_CATEGORY[category])
+        else:
+            self.calls.extend(timed, self.names, self.threads)
 
     def _extend_ranges(self, timed: TimedEvents, category: str) -> None:
         annotated = category == "user_annotation"
@@ -137,19 +152,25 @@ class _Columns:
                 [(e.args.external_id or 0) if e.args else 0 for e in timed.events], np.int64
             ),
         }
-        if names.found:
+        if names.numbers:
             is_marker = block["label"] < 0
-            kinds, numbers = zip(*names.found, strict=True)
-            names.found.clear()
-            self.marker_kind.extend([f"{kind}::{category}" for kind in kinds])
             marked = {name: column[is_marker] for name, column in block.items()}
-            self.markers.extend({**marked, "label": np.array(numbers, np.int64)})
+            self.markers.extend({**marked, "label": np.array(names.numbers, np.int64)})
+            self.marker_kind.extend([self.marker_kinds[kind, annotated] for kind in names.kinds])
+            names.kinds.clear()
+            names.numbers.clear()
             block = {name: column[~is_marker] for name, column in block.items()}
         (self.annotations if annotated else self.host_ops).extend(block)
 
     def build(self, blocks: TraceBlocks, session: str | None) -> EventColumns:
+        for category in _CATEGORIES:
+            self._flush(category)
         session, ops, steps, foreign = _sort_markers(
-            self.markers.take(), self.marker_kind.take(), session=session, path=blocks.path
+            self.markers.take(),
+            self.marker_kind.take(),
+            tuple(self.marker_kinds),
+            session=session,
+            path=blocks.path,
         )
         # A range of another session is not ours: it is a host op like any other.
         foreign = replace(foreign, label=np.full(len(foreign), self.names["foreign marker"]))
@@ -180,18 +201,20 @@ class _Columns:
 
 
 def _sort_markers(
-    markers: HostRanges, kind: pa.DictionaryArray, *, session: str | None, path: Path
+    markers: HostRanges, code: Ints, kinds: tuple[Any, ...], *, session: str | None, path: Path
 ) -> tuple[str | None, HostRanges, HostRanges, HostRanges]:
-    """Return our session, our op markers, our step markers, and `cpu_op` markers of other sessions."""
-    kinds = [text.split("::") for text in kind.dictionary.to_pylist()]
+    """Return our session, our op markers, our step markers, and `cpu_op` markers of other sessions.
+
+    `code` tells of each marker which of the `kinds` it is: ("session::what", whether it is an annotation).
+    """
+    split = [(*text.split("::"), annotated) for text, annotated in kinds]
     if session is None:
-        session = _only_session({own for own, _, _ in kinds}, path)
+        session = _only_session({own for own, _, _ in split}, path)
     chosen = (
-        [own == session and what == "op" for own, what, _ in kinds],
-        [own == session and what == "step" for own, what, _ in kinds],
-        [own != session and category == "cpu_op" for own, _, category in kinds],
+        [own == session and what == "op" for own, what, _ in split],
+        [own == session and what == "step" for own, what, _ in split],
+        [own != session and not annotated for own, _, annotated in split],
     )
-    code = kind.indices.to_numpy()
     op_rows, step_rows, foreign_rows = (np.flatnonzero(np.array(those, bool)[code]) for those in chosen)
     ops = rows_of(markers, op_rows[np.argsort(markers.label[op_rows], kind="stable")])
     repeated = ops.label[1:][np.diff(ops.label) == 0]
