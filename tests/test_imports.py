@@ -24,6 +24,7 @@ FLOW = """
     annotation_tables ops_file annotate trace_set
     timeline perfetto
     summary
+    rank_parts rank_summary
     step_tables step_counts key_text charts report_page report
     destinations outbox
     request_limits run_artifacts run_record mlflow_tracking

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 from tlk_tracking.annotation import REPORT_FILE, KernelAnnotation, load_annotation
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.ranks import missing_ranks
+from tlk_tracking.records import GapReason
 from tlk_tracking.run_artifacts import RunArtifacts, files_to_send
 from tlk_tracking.run_record import METRIC_PREFIX, SCHEMA_VERSION_TAG, TAG_PREFIX, record_of
 
@@ -39,6 +42,29 @@ class RunWindow:
     first_step: int
     session: str
     ranks: Mapping[int, KernelAnnotation]
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks that were to record this window and have no whole annotation in the run."""
+        manifest = next(iter(self.ranks.values())).manifest
+        return missing_ranks(manifest.recording_ranks, world_size=manifest.world_size, there=self.ranks)
+
+
+class RankGapReason(StrEnum):
+    """Why a run has not all that a rank was to record."""
+
+    NOT_SENT = "not_sent"
+    UPLOAD_INCOMPLETE = "upload_incomplete"
+    CAPTURE_RAISED = "capture_raised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGap:
+    """A rank of which a window of the run lacks something. `window` is the window's folder."""
+
+    window: str
+    rank: int
+    reason: RankGapReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +89,21 @@ class RunTelemetry:
     def annotations(self) -> tuple[KernelAnnotation, ...]:
         """Every annotation, by window and then by rank."""
         return tuple(annotation for window in self.windows for annotation in window.ranks.values())
+
+    @property
+    def rank_gaps(self) -> tuple[RankGap, ...]:
+        """What the run lacks of its ranks, by window and rank: never is one silently missing."""
+        gaps = []
+        for window in self.windows:
+            folder = next(iter(window.ranks.values())).folder_name.partition("/")[0]
+            for rank in window.missing_ranks:
+                begun = f"{ARTIFACT_ROOT}/{folder}/rank_{rank}" in self.incomplete
+                reason = RankGapReason.UPLOAD_INCOMPLETE if begun else RankGapReason.NOT_SENT
+                gaps.append(RankGap(window=folder, rank=rank, reason=reason))
+            for rank, annotation in window.ranks.items():
+                if any(gap.reason is GapReason.CAPTURE_RAISED for gap in annotation.manifest.gaps):
+                    gaps.append(RankGap(window=folder, rank=rank, reason=RankGapReason.CAPTURE_RAISED))
+        return tuple(sorted(gaps, key=lambda gap: (gap.window, gap.rank)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

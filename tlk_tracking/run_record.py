@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import TrackingError
+from tlk_tracking.manifest import Manifest
 from tlk_tracking.records import Availability, Bound
 from tlk_tracking.summary import metrics
 
@@ -16,6 +17,8 @@ LOWER_BOUND_TAG = "tlk.lower_bound"
 REASONS_TAG = "tlk.lower_bound_reasons"
 AVAILABILITY_TAG = "tlk.availability"
 SCHEMA_VERSION_TAG = "tlk.schema_version"
+RECORDING_RANKS_TAG = "tlk.recording_ranks"
+WORLD_SIZE_TAG = "tlk.world_size"
 MAX_METRICS = 40
 MAX_TAGS = 100  # MLflow refuses a batch with more
 
@@ -36,26 +39,39 @@ def record_of(
     """Return what to write: never a better verdict than the run's own tags give from an earlier window.
 
     Metrics and the tags of metrics and files are rank 0's; another rank says only whether its annotation is
-    a lower bound. Raises TrackingError beyond 40 metrics or 100 tags.
+    a lower bound. Of several ranks each says that, and rank 0 also which ranks were to record.
+    Raises TrackingError beyond 40 metrics or 100 tags.
     """
     manifest = annotation.manifest
     if manifest.rank != 0:
         bounds = {f"{LOWER_BOUND_TAG}/rank_{manifest.rank}": manifest.lower_bound}
         return RunRecord(metrics={}, tags=_monotone(bounds, run_tags))
+    several = _several_ranks(manifest) if manifest.world_size > 1 else {}
     rows = {f"{METRIC_PREFIX}{row.name}": row for row in metrics(annotation)}
     bounds = {LOWER_BOUND_TAG: manifest.lower_bound}
     bounds |= {f"{LOWER_BOUND_TAG}/{key}": row.bound is not Bound.EXACT for key, row in rows.items()}
     bounds |= {f"{LOWER_BOUND_TAG}/artifact/{name}": manifest.lower_bound for name in files}
+    if several:
+        bounds[f"{LOWER_BOUND_TAG}/rank_0"] = manifest.lower_bound
     reasons = {*manifest.lower_bound_reasons, *run_tags.get(REASONS_TAG, "").split(",")} - {""}
     availabilities = {str(manifest.availability), run_tags.get(AVAILABILITY_TAG)}
     tags = _monotone(bounds, run_tags) | {
         REASONS_TAG: ",".join(sorted(reasons)),
         AVAILABILITY_TAG: next(str(value) for value in _WORST_FIRST if value in availabilities),
         SCHEMA_VERSION_TAG: str(manifest.schema_version),
+        **several,
     }
     if len(rows) > MAX_METRICS or len(tags) > MAX_TAGS:
         raise TrackingError(f"{len(rows)} metrics and {len(tags)} tags are more than one batch may hold")
     return RunRecord(metrics={key: row.value for key, row in rows.items()}, tags=tags)
+
+
+def _several_ranks(manifest: Manifest) -> dict[str, str]:
+    tags = {WORLD_SIZE_TAG: str(manifest.world_size)}
+    ranks = manifest.recording_ranks
+    if ranks is not None:
+        tags[RECORDING_RANKS_TAG] = ranks if ranks == "all" else ",".join(str(rank) for rank in ranks)
+    return tags
 
 
 def _monotone(bounds: Mapping[str, bool], run_tags: Mapping[str, str]) -> dict[str, str]:

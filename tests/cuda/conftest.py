@@ -57,6 +57,25 @@ def check(_results: Path, request: pytest.FixtureRequest) -> Check:
     return compare
 
 
+@pytest.fixture
+def note(_results: Path, request: pytest.FixtureRequest) -> Callable[[str, str, object], None]:
+    """Note a figure for docs/validation.md that nothing is expected of."""
+
+    def write(situation: str, program: str, observed: object) -> None:
+        row = {
+            "situation": situation,
+            "program": program,
+            "expected": "measured, not judged",
+            "observed": str(observed),
+            "passed": True,
+            "test": request.node.nodeid.rpartition("/")[2],
+        }
+        with _results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return write
+
+
 def _machine() -> dict[str, str | None]:
     import torch
 
