@@ -104,6 +104,7 @@ def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
         "attribution_status",
     )
     _check_closed(launches, "kind", LaunchKind, _LAUNCHES, nullable=False)
+    _check_closed(launches, "phase", Phase, _LAUNCHES)
     _check_closed(launches, "gap", GapReason, _LAUNCHES, allowed={r.value for r in LAUNCH_GAPS})
     _refuse_where(pc.is_null(launches["time_valid"]), "is null", "time_valid")
     duration = launches["duration"]
@@ -120,7 +121,7 @@ def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
         "is null although the time is valid",
         "duration",
     )
-    for name in ("launch_latency_ns", "bytes", "device", "stream"):
+    for name in ("launch_latency_ns", "bytes", "device", "stream", "graph_launch", "module_call"):
         _refuse_where(pc.and_(pc.is_valid(launches[name]), pc.less(launches[name], 0)), "is negative", name)
     timed_in_step = pc.and_(launches["time_valid"], pc.is_valid(launches["step"]))
     start = launches["start_ns"]

@@ -106,7 +106,9 @@ class Manifest(_Closed, frozen=True):
 
     `recording_ranks` are the ranks that were to record this window, null where that is unknown.
     `notes` are facts that bound nothing: `empty_transfers` copy or set calls of zero bytes,
-    `launching_calls` runtime calls that launch.
+    `launching_calls` runtime calls that launch; with fused kernels, launches without an ATen call in compiled graphs:
+    `fused_inductor_kernel` and `fused_inductor_graph` related to nodes, `fused_autotuning` and
+    `fused_no_provenance` not.
     """
 
     schema: str

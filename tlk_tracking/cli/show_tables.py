@@ -29,6 +29,7 @@ def print_annotation(annotation: KernelAnnotation, *, top: int) -> None:
     _print_numbers(console, annotation)
     _print_phases(console, annotation)
     _print_gaps(console, annotation)
+    _print_fused(console, annotation)
     if annotation.manifest.availability is Availability.UNAVAILABLE:
         _print_calls(console, annotation, top)
     else:
@@ -106,6 +107,22 @@ def _print_phases(console: Console, annotation: KernelAnnotation) -> None:
 def _print_gaps(console: Console, annotation: KernelAnnotation) -> None:
     for gap in annotation.manifest.gaps:
         console.print(Text(visible(f"gap {gap.reason.value}: {gap.count} {gap.evidence}"), style="yellow"))
+
+
+def _print_fused(console: Console, annotation: KernelAnnotation) -> None:
+    notes = annotation.manifest.notes
+    parts = [
+        f"{notes[name]} {text}"
+        for name, text in (
+            ("fused_inductor_kernel", "by their call site"),
+            ("fused_inductor_graph", "by their graph alone"),
+            ("fused_autotuning", "not, being tried out"),
+            ("fused_no_provenance", "not, for want of Inductor's notes"),
+        )
+        if notes.get(name)
+    ]
+    if parts:
+        console.print(Text(f"launches of compiled code related to ATen nodes: {', '.join(parts)}"))
 
 
 def _print_launches(console: Console, annotation: KernelAnnotation, top: int) -> None:
