@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,18 @@ def test_a_csv_of_hostile_names_has_no_formula_and_no_control_character(tmp_path
         assert row["launch_name"].isprintable()
         assert row["launch_name"].lstrip()[:1] not in tuple("=+-@\uff1d")
     assert encode_summary(summary_table(annotation)) == text.encode()
+
+
+def test_no_kernel_name_is_ever_part_of_a_key_or_a_file_name(tmp_path: Path) -> None:
+    """T31: names hold `<>(),:*&` and worse."""
+    trace = one_step()
+    for number, name in enumerate((*HOSTILE_NAMES, "../../escape", "a<b>(c, *d)::e&")):
+        trace.launch(100 + number, 500 + number, name=name)
+    annotation = import_trace(trace.write(tmp_path))
+    annotation.save(tmp_path / "out" / annotation.folder_name)
+    names = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")]
+    assert all(re.fullmatch(r"[a-z0-9_./]+", str(name)) for name in names)
+    assert all(re.fullmatch(r"[a-z_]+", metric.name) for metric in metrics(annotation))
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
