@@ -138,7 +138,13 @@ def run_fit(
     fault: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run one fit on this rank; return what this rank has to say of it."""
-    chosen: dict[str, Any] = {"skip_first": 2, "warmup": 1, "active": 2, "min_interval_s": 0.0, "every_n_steps": 1000}
+    chosen: dict[str, Any] = {
+        "skip_first": 2,
+        "warmup": 1,
+        "active": 2,
+        "min_interval_s": 0.0,
+        "every_n_steps": 1000,
+    }
     chosen |= telemetry or {}
     first = chosen["skip_first"] + chosen["warmup"]
     clock = StepClock()
@@ -232,8 +238,9 @@ def _fork_ranks(plan: Plan, ranks: list[int]) -> None:
             sys.stderr.flush()
             os._exit(status)  # an exit as usual waits for peers that may be gone
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(statuses):
+        sys.exit(f"ranks {ranks} ended with {statuses}")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ FLOW = """
     timeline perfetto
     summary
     rank_parts rank_summary
-    step_tables step_counts key_text charts report_page report
+    step_tables step_counts key_text charts report_page rank_report report
     destinations outbox
     request_limits run_artifacts run_record mlflow_tracking
     delivery window_carriers window_worker

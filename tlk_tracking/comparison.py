@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 
@@ -126,7 +127,7 @@ def compare_runs(
     *runs: str,
     tracking_uri: str | None = None,
     windows: Sequence[int] | None = None,
-    ranks: Sequence[int] = (0,),
+    ranks: Sequence[int] | Literal["all"] = (0,),
     thresholds: Thresholds | None = None,
     across_devices: bool = False,
 ) -> Comparison:
@@ -137,7 +138,7 @@ def compare_runs(
         runs: ids of one or several runs.
         tracking_uri: where the runs are; None is MLflow's own choice.
         windows: first steps of the windows to pool; None pools all of a run.
-        ranks: ranks to pool; rank 0 alone unless more are asked for.
+        ranks: ranks to pool, or "all" that sent an annotation; rank 0 alone unless more are asked for.
         thresholds: what a change of time must be; None takes the defaults.
         across_devices: judge times of different GPU models too.
 
@@ -163,24 +164,25 @@ def choose_annotations(
     annotations: Sequence[KernelAnnotation],
     *,
     windows: Sequence[int] | None,
-    ranks: Sequence[int] | None,
+    ranks: Sequence[int] | Literal["all"] | None,
     of: str,
 ) -> list[KernelAnnotation]:
-    """Return the annotations of these windows (first steps; None is all) and ranks (None is the lowest).
+    """Return the annotations of these windows (first steps; None is all) and ranks ("all"; None is the lowest).
 
     Raises:
         ComparisonError: there is none; it says which there are.
     """
-    if ranks is None:
-        ranks = sorted({one.manifest.rank for one in annotations})[:1]
+    if ranks is None or ranks == "all":
+        there = sorted({one.manifest.rank for one in annotations})
+        ranks = there if ranks == "all" else there[:1]
     chosen = [
         one
         for one in annotations
         if one.manifest.rank in ranks and (windows is None or one.manifest.window.first_step in windows)
     ]
     if not chosen:
-        there = sorted({(one.manifest.window.first_step, one.manifest.rank) for one in annotations})
-        raise ComparisonError(f"{of} has no such window and rank; it has (first step, rank) {there}")
+        places = sorted({(one.manifest.window.first_step, one.manifest.rank) for one in annotations})
+        raise ComparisonError(f"{of} has no such window and rank; it has (first step, rank) {places}")
     return chosen
 
 

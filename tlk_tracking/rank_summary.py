@@ -27,7 +27,7 @@ class Spread:
     Attributes:
         table: one of TABLES; `kernel` is without communication.
         key: the phase, operator or kernel; None for the total.
-        slowest: the rank with the largest value.
+        largest_on: the rank with the largest value; None where all have the same.
     """
 
     table: str
@@ -36,7 +36,7 @@ class Spread:
     minimum: float
     median: float
     maximum: float
-    slowest: int
+    largest_on: int | None
     bound: Bound
 
 
@@ -141,6 +141,29 @@ def summarize_ranks(annotations: Iterable[KernelAnnotation]) -> RankSummary:
     )
 
 
+def say_missing(summary: RankSummary) -> str | None:
+    """Return a sentence about the ranks that are not there; None when all are."""
+    if not summary.missing:
+        return None
+    ranks = ", ".join(str(rank) for rank in summary.missing[:_ROWS])
+    more = f" and {len(summary.missing) - _ROWS} more" if len(summary.missing) > _ROWS else ""
+    return f"missing: rank {ranks}{more} was to record this window, and its annotation is not there"
+
+
+def say_slowest(summary: RankSummary) -> str | None:
+    """Return a sentence about the slowest rank; None where it is not known."""
+    slowest = summary.slowest
+    if slowest is None:
+        return None
+    text = (
+        f"rank {slowest.rank} computes longest, {slowest.excess_ms:,.4g} ms a step more than the median rank "
+        f"({slowest.steps_slowest} of {slowest.steps} steps)"
+    )
+    if slowest.waits_least != slowest.rank:
+        text += f"; rank {slowest.waits_least} waits least in communication: its host comes last"
+    return text
+
+
 def _spread(parts: Sequence[RankPart]) -> tuple[Spread, ...]:
     if not parts:
         return ()
@@ -164,7 +187,7 @@ def _spread(parts: Sequence[RankPart]) -> tuple[Spread, ...]:
             minimum=float(column.min()),
             median=float(np.median(column)),
             maximum=float(column.max()),
-            slowest=ranks[int(column.argmax())],
+            largest_on=None if column.min() == column.max() else ranks[int(column.argmax())],
             bound=bounds[table, measure],
         )
         for (table, key), found in values.items()

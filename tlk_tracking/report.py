@@ -9,6 +9,8 @@ from tlk_tracking.charts import Bar, draw_bars
 from tlk_tracking.inert_text import visible
 from tlk_tracking.key_text import show_call, show_key
 from tlk_tracking.number_text import SIGNS, show_number
+from tlk_tracking.rank_report import rank_section
+from tlk_tracking.rank_summary import RankSummary
 from tlk_tracking.records import Availability, Bound, CallSource, Phase
 from tlk_tracking.report_page import (
     Card,
@@ -41,10 +43,11 @@ _TITLES = {
 _MEASURES = {"aten_calls": "ATen calls", "launches": "launches", "device_time_ms": "device time ms"}
 
 
-def render_report(annotation: KernelAnnotation) -> str:
+def render_report(annotation: KernelAnnotation, *, ranks: RankSummary | None = None) -> str:
     """Return an HTML page under 1 MB that needs nothing else: where device time goes, gaps, tables.
 
-    Every number carries the sign of its bound, and every name is escaped.
+    Every number carries the sign of its bound, and every name is escaped. With `ranks` the page also has the
+    other ranks of the window.
     """
     tables = count_steps(annotation, call_keys=known_call_keys(annotation))
     overview = _overview(annotation, tables)
@@ -53,7 +56,12 @@ def render_report(annotation: KernelAnnotation) -> str:
             title=f"Kernel telemetry {annotation.folder_name}",
             lines=_circumstances(annotation),
             notices=_notices(annotation),
-            sections=(overview, _gaps(annotation), *_tables(tables, rows)),
+            sections=(
+                overview,
+                *(() if ranks is None else (rank_section(ranks, limit=rows),)),
+                _gaps(annotation),
+                *_tables(tables, rows),
+            ),
         )
     )
 

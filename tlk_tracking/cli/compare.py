@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -61,6 +61,7 @@ _TABLES = ("total", "phase", "module", "call", "kernel")
 @click.option("--across-devices", is_flag=True, help="Judge times of different GPU models too.")
 @click.option("--window", "windows", type=int, multiple=True, help="First step of a window to pool [all].")
 @click.option("--rank", "ranks", type=int, multiple=True, help="Rank to pool [the lowest].")
+@click.option("--all-ranks", is_flag=True, help="Pool every rank; each rank's step is a step.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of each table.")
 @click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
 def command(
@@ -77,6 +78,7 @@ def command(
     across_devices: bool,
     windows: tuple[int, ...],
     ranks: tuple[int, ...],
+    all_ranks: bool,
     top: int,
     tracking_uri: str | None,
 ) -> None:
@@ -85,12 +87,14 @@ def command(
     All windows of a target are pooled. A verdict is said only when it holds for every value that the bounds
     allow; else it is UNDECIDED with the reason.
     """
+    if all_ranks and ranks:
+        raise click.UsageError("--all-ranks pools every rank; leave out --rank")
     from tlk_tracking.comparison import compare_annotations, distinct_labels
     from tlk_tracking.time_samples import Thresholds
 
     targets = (baseline, *candidates)
     comparison = compare_annotations(
-        *_open(targets, tracking_uri, windows or None, ranks or None),
+        *_open(targets, tracking_uri, windows or None, "all" if all_ranks else ranks or None),
         thresholds=Thresholds(min_change=min_change / 100, min_samples=min_samples),
         across_devices=across_devices,
         labels=distinct_labels(targets),
@@ -114,7 +118,7 @@ def _open(
     targets: Sequence[str],
     tracking_uri: str | None,
     windows: Sequence[int] | None,
-    ranks: Sequence[int] | None,
+    ranks: Sequence[int] | Literal["all"] | None,
 ) -> list[list[KernelAnnotation]]:
     from tlk_tracking.comparison import choose_annotations
 

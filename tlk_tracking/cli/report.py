@@ -17,9 +17,17 @@ from tlk_tracking.cli.targets import choose, open_target
 @click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
 @click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
 def command(target: str, html: Path, window: int | None, rank: int | None, tracking_uri: str | None) -> None:
-    """Write where the device time of TARGET goes, what could not be seen, and all tables."""
+    """Write where the device time of TARGET goes, what could not be seen, and all tables.
+
+    Of a window of several ranks, one rank's numbers and all ranks side by side; --rank leaves the others out.
+    """
+    from tlk_tracking.rank_summary import same_window, summarize_ranks
     from tlk_tracking.report import render_report
 
-    annotation = choose(open_target(target, tracking_uri=tracking_uri), window=window, rank=rank)
-    write_page(html, render_report(annotation))
+    annotations = open_target(target, tracking_uri=tracking_uri)
+    annotation = choose(annotations, window=window, rank=rank)
+    ranks = None
+    if rank is None and annotation.manifest.world_size > 1:
+        ranks = summarize_ranks(same_window(annotations, annotation))
+    write_page(html, render_report(annotation, ranks=ranks))
     click.echo(f"{html}: open it in a browser")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option("--window", type=int, help="First step of the window to show [the last one].")
 @click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
+@click.option("--ranks", is_flag=True, help="Show all ranks of the window side by side, and where they differ.")
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
 @click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
 def command(
@@ -31,12 +32,18 @@ def command(
     by: str | None,
     window: int | None,
     rank: int | None,
+    ranks: bool,
     top: int,
     tracking_uri: str | None,
 ) -> None:
     """Show one annotation of TARGET."""
     annotations = open_target(target, tracking_uri=tracking_uri)
     annotation = choose(annotations, window=window, rank=rank)
+    if ranks:
+        if by is not None or rank is not None:
+            raise click.UsageError("--ranks shows every rank; leave out --by and --rank")
+        _show_ranks(annotations, annotation, as_json=as_json, top=top)
+        return
     if by is not None:
         _show_by(annotation, by, as_json=as_json, top=top)
         return
@@ -48,9 +55,29 @@ def command(
     from tlk_tracking.cli.show_tables import print_annotation
 
     print_annotation(annotation, top=top)
+    if rank is None and annotation.manifest.world_size > 1:
+        from tlk_tracking.cli.show_ranks import print_ranks
+        from tlk_tracking.rank_summary import same_window, summarize_ranks
+
+        print_ranks(summarize_ranks(same_window(annotations, annotation)))
+        click.echo("--ranks says where they differ")
     if len(annotations) > 1:
         others = ", ".join(a.folder_name for a in annotations if a is not annotation)
         click.echo(f"also in {target}: {others} (choose with --window and --rank)")
+
+
+def _show_ranks(
+    annotations: tuple[KernelAnnotation, ...], one: KernelAnnotation, *, as_json: bool, top: int
+) -> None:
+    from tlk_tracking.cli import show_ranks
+    from tlk_tracking.rank_summary import same_window, summarize_ranks
+
+    summary = summarize_ranks(same_window(annotations, one))
+    if as_json:
+        click.echo(json.dumps(show_ranks.as_json(summary), sort_keys=True, allow_nan=False, indent=2))
+    else:
+        show_ranks.print_ranks(summary)
+        show_ranks.print_spread(summary, top=top)
 
 
 def _show_by(annotation: KernelAnnotation, by: str, *, as_json: bool, top: int) -> None:
