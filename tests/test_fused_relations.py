@@ -124,19 +124,24 @@ def test_a_call_site_without_a_known_handle_is_sure_of_its_graph_only(tmp_path: 
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "graph", "why"), [("autotune", 3, "autotuning"), ("fused", 4, "no_provenance")]
-)
-def test_autotuning_and_graphs_without_notes_have_no_nodes(
-    kind: str, graph: int, why: str, tmp_path: Path
-) -> None:
+def test_a_graph_without_notes_has_no_nodes(tmp_path: Path) -> None:
     trace = CompiledTrace()
     trace.graph("another", 100, 500)
-    trace.site(kind, graph, 1, 200, 210)
+    trace.site("fused", 4, 1, 200, 210)
     trace.launch(1, 205)
     annotation = trace.annotation(tmp_path, GRAPH)
     assert relations(annotation) == [(0, "dispatch", "call 0")]
-    assert fused_counts(annotation) == {why: 1}
+    assert fused_counts(annotation) == {"no_provenance": 1}
+
+
+def test_variants_that_are_tried_out_are_kept_apart_from_the_run_after_them(tmp_path: Path) -> None:
+    trace = CompiledTrace()
+    trace.site("autotune", 3, 2, 200, 300)
+    for number, start in enumerate((210, 220, 230), start=1):
+        trace.launch(number, start)
+    annotation = trace.annotation(tmp_path, GRAPH)
+    assert relations(annotation) == [(0, "dispatch", "call 0"), (3, "inductor_kernel", "sum")]
+    assert fused_counts(annotation) == {"autotuning": 2, "inductor_kernel": 1}
 
 
 def test_a_launch_of_an_aten_call_inside_generated_code_is_the_calls_alone(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class FusedKernels:
     def install(self) -> None:
         """Turn Inductor's provenance on and take note of every graph from now on."""
         if not self._undo:
-            self._undo = [turn_provenance_on(), watch_graphs(made=self._note, ready=self._register)]
+            self._undo.append(turn_provenance_on())
+            self._undo.append(watch_graphs(made=self._note, ready=self._register))
 
     def remove(self) -> None:
         """Put Inductor back as it was; does nothing the second time."""

@@ -75,7 +75,7 @@ def relate_fused(
         if graph.key is not None:
             by_key.setdefault(graph.key, graph)  # two of one name have the same nodes
     for record, site, key in _generated(events, correlation):
-        if site is not None and site[0] == "autotune":
+        if site is not None and site[0] == "tried":
             counts["autotuning"] += 1
             continue
         found = by_number.get(int(site[1])) if site is not None else None
@@ -102,7 +102,11 @@ def relate_fused(
 def _generated(
     events: EventColumns, correlation: Correlation
 ) -> Iterator[tuple[int, tuple[str, ...] | None, str | None]]:
-    """Give each record without an ATen call that was launched inside a compiled graph: our site, the graph's name."""
+    """Give each record without an ATen call that was launched inside a compiled graph: our site, the graph's name.
+
+    A site is (kind, graph, handle). Where variants are tried out first, the last launch is the kernel's own run, of
+    kind "fused"; those before it are "tried".
+    """
     lonely = ~np.ma.getmaskarray(correlation.record_call)
     lonely[correlation.relation_record] = False
     records = np.flatnonzero(lonely)
@@ -112,13 +116,17 @@ def _generated(
     graphs, graph_of = named_ranges(events, _GRAPH_CALL.fullmatch)
     site = innermost(sites, thread=thread, time_ns=time_ns)
     graph = innermost(graphs, thread=thread, time_ns=time_ns)
-    for record, s, g in zip(records.tolist(), site.tolist(), graph.tolist(), strict=True):
-        if s != NONE or g != NONE:
-            yield (
-                record,
-                None if s == NONE else site_of[s].groups(),
-                None if g == NONE else graph_of[g][1],
-            )
+    last: dict[int, int] = {}
+    for s, time in zip(site.tolist(), time_ns.tolist(), strict=True):
+        last[s] = max(time, last.get(s, time))
+    for record, time, s, g in zip(*(a.tolist() for a in (records, time_ns, site, graph)), strict=True):
+        if s == NONE and g == NONE:
+            continue
+        found = None
+        if s != NONE:
+            kind, *place = site_of[s].groups()
+            found = ("tried" if kind == "autotune" and time < last[s] else "fused", *place)
+        yield record, found, None if g == NONE else graph_of[g][1]
 
 
 def _row(graph: GraphNotes, node: NodeNotes) -> dict[str, object]:

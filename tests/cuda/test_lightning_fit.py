@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -149,6 +150,16 @@ def telemetry(**arguments: Any) -> pl.Callback:
     return KernelTelemetry(**(WINDOW | {"min_interval_s": 0.0} | arguments))
 
 
+def send_what_is_left(folder: Path) -> None:
+    """Send a window for which a fit that raised did not wait."""
+    from click.testing import CliRunner
+
+    from tlk_tracking.cli import tlk
+
+    done = CliRunner().invoke(tlk, ["upload", "--outbox", str(folder / "kernel_telemetry_outbox")])
+    assert done.exit_code == 0, done.output
+
+
 def only_annotation(run_id: str, uri: str) -> KernelAnnotation:
     (annotation,) = load_run(run_id, uri).annotations
     return annotation
@@ -171,8 +182,6 @@ def plain_by_step(records: Iterable[PlainRecord]) -> dict[int, Counter[Work]]:
 @pytest.fixture(scope="module")
 def main_job(_empty_mlflow_db: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Fit once with the callback; return run id and tracking URI."""
-    import shutil
-
     folder = tmp_path_factory.mktemp("main_job")
     uri = f"sqlite:///{shutil.copy(_empty_mlflow_db, folder / 'mlflow.db')}"
     with pytest.MonkeyPatch.context() as patch:
@@ -180,13 +189,24 @@ def main_job(_empty_mlflow_db: Path, tmp_path_factory: pytest.TempPathFactory) -
         return fit(Classifier(), telemetry(), folder, uri), uri
 
 
+@pytest.fixture(scope="module")
+def plain_records(
+    _empty_mlflow_db: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PlainRecord, ...]:
+    """Fit once more with a plain profiler; return its records."""
+    folder = tmp_path_factory.mktemp("plain")
+    uri = f"sqlite:///{shutil.copy(_empty_mlflow_db, folder / 'mlflow.db')}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fit(Classifier(), PlainProfiler(folder / "plain.json"), folder, uri)
+    return read_records(folder / "plain.json")
+
+
 def test_each_step_launches_what_a_plain_profiler_sees(
-    main_job: tuple[str, str], tmp_path: Path, mlflow_sqlite: str, check: Check
+    main_job: tuple[str, str], plain_records: tuple[PlainRecord, ...], check: Check
 ) -> None:
     annotation = only_annotation(*main_job)
-    trace = tmp_path / "plain.json"
-    fit(Classifier(), PlainProfiler(trace), tmp_path, mlflow_sqlite)
-    plain, seen = plain_by_step(read_records(trace)), work_by_step(annotation.launches)
+    plain, seen = plain_by_step(plain_records), work_by_step(annotation.launches)
     check(
         "main job: launches by step",
         "Lightning fit, MLP, AdamW; plain torch.profiler over the same steps of a second fit",
@@ -262,13 +282,11 @@ def test_the_run_has_every_tag_and_every_artifact(main_job: tuple[str, str], che
 
 
 def test_the_metrics_are_the_plain_profilers_counts(
-    main_job: tuple[str, str], tmp_path: Path, mlflow_sqlite: str, check: Check
+    main_job: tuple[str, str], plain_records: tuple[PlainRecord, ...], check: Check
 ) -> None:
     from mlflow import MlflowClient
 
-    trace = tmp_path / "plain.json"
-    fit(Classifier(), PlainProfiler(trace), tmp_path, mlflow_sqlite)
-    records = [record for record in read_records(trace) if record.step is not None]
+    records = [record for record in plain_records if record.step is not None]
     kinds = Counter(record.work.kind for record in records)
     copied = sum(record.work.bytes or 0 for record in records if record.work.kind == "memcpy")
     metrics = MlflowClient(main_job[1]).get_run(main_job[0]).data.metrics
@@ -344,6 +362,7 @@ def test_a_fit_that_raises_keeps_its_window_and_the_next_one_is_good(
         waiting.raw_windows() or waiting.entries()
     ):  # it may be sending right now: then upload leaves it alone
         subprocess.run([sys.executable, "-c", UPLOAD, "upload", "--outbox", str(waiting.root)], check=False)
+    send_what_is_left(tmp_path)
     client = MlflowClient(mlflow_sqlite)
     (run,) = client.search_runs([client.get_experiment_by_name("cuda").experiment_id])
     annotation = only_annotation(run.info.run_id, mlflow_sqlite)
@@ -375,10 +394,24 @@ def test_a_fit_that_raises_keeps_its_window_and_the_next_one_is_good(
     assert torch.autograd.profiler._is_profiler_enabled is False
 
 
-def test_what_a_plain_profiler_sees_repeats(tmp_path: Path, mlflow_sqlite: str) -> None:
+def test_what_a_plain_profiler_sees_repeats(
+    plain_records: tuple[PlainRecord, ...], tmp_path: Path, mlflow_sqlite: str
+) -> None:
     """The ground the other tests stand on: two plain runs of one fit count the same."""
-    counted = []
-    for name in ("first", "second"):
-        fit(Classifier(), PlainProfiler(tmp_path / f"{name}.json"), tmp_path, mlflow_sqlite)
-        counted.append(work_of(read_records(tmp_path / f"{name}.json")))
-    assert counted[0] == counted[1]
+    fit(Classifier(), PlainProfiler(tmp_path / "again.json"), tmp_path, mlflow_sqlite)
+    assert work_of(read_records(tmp_path / "again.json")) == work_of(plain_records)
+
+
+def test_modules_of_a_fit_are_known_on_the_gpu(main_job: tuple[str, str], check: Check) -> None:
+    launches = only_annotation(*main_job).launches
+    known = launches[launches["phase"].isin(["forward", "backward"])]
+    found = {
+        phase: sorted(str(module) for module in rows["module"].dropna().unique())
+        for phase, rows in known.groupby("phase", observed=True)
+    }
+    check(
+        "modules of a fit",
+        "the same fit; named_modules() of the LightningModule that launch anything",
+        {"backward": ["net.0", "net.1", "net.2", "net.3"], "forward": ["net.0", "net.1", "net.2", "net.3"]},
+        dict(sorted(found.items())),
+    )
