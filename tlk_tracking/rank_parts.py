@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.records import Availability, Bound, CallSource, GapReason, LaunchKind, Origin
@@ -18,6 +19,8 @@ Bools = npt.NDArray[np.bool_]
 
 # Operators of process groups: eager ones, and the functional ones of DTensor and of compiled code.
 _NAMESPACES = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional.")
+
+_ABSENT = -1  # inside this module: an unknown number or text
 
 # (table, key) -> (launches, device time in ms), a complete step.
 Cells = Mapping[tuple[str, str], tuple[float, float]]
@@ -83,23 +86,20 @@ def part_rank(annotation: KernelAnnotation) -> RankPart:
     """Count one annotation; time and memory are linear in its rows, but for the sorting of intervals."""
     manifest = annotation.manifest
     steps = annotation.complete_steps
-    seen = manifest.availability is not Availability.UNAVAILABLE and bool(steps)
-    launches, operators = _launches(annotation) if seen else (_NOTHING, None)
-    inside = launches[launches["step"].isin(steps)]
     reasons = tuple(manifest.lower_bound_reasons)
-    compute = inside[~inside["communicates"]]
-    by_step = compute.groupby("step", observed=True)["time_ns"].sum()
+    seen = manifest.availability is not Availability.UNAVAILABLE and bool(steps)
+    launches = _Launches(annotation) if seen else None
     return RankPart(
         rank=manifest.rank,
         availability=manifest.availability,
         failed=any(gap.reason is GapReason.CAPTURE_RAISED for gap in manifest.gaps),
         reasons=reasons,
         steps=len(steps),
-        launches=len(inside) / len(steps) if seen else None,
-        device_time_ms=_ms(inside) / len(steps) if seen else None,
-        communication=None if operators is None else _communication(launches, inside, len(steps), reasons),
-        compute_ms={step: float(by_step.get(step, 0)) / 1e6 for step in steps} if seen else {},
-        cells=_cells(inside, operators, len(steps)) if seen else {},
+        launches=None if launches is None else int(launches.inside.sum()) / len(steps),
+        device_time_ms=None if launches is None else launches.ms(launches.inside) / len(steps),
+        communication=None if launches is None else launches.communication(len(steps), reasons),
+        compute_ms={} if launches is None else launches.compute_ms(steps),
+        cells={} if launches is None else launches.cells(len(steps)),
     )
 
 
@@ -134,91 +134,100 @@ def covered_ns(start: Ints, end: Ints, *, by_start: Ints, by_end: Ints) -> int:
     return int((covered_until(end) - covered_until(start)).sum())
 
 
-_NOTHING = pd.DataFrame(
-    {name: pd.Series(dtype=kind) for name, kind in {
-        "launch": "int64", "step": "Int64", "phase": "str", "kernel": "str", "kind": "str", "device": "int64",
-        "stream": "int64", "start_ns": "int64", "time_ns": "int64", "timed": "bool", "communicates": "bool",
-    }.items()}
-)  # fmt: skip
+class _Launches:
+    """The columns of one annotation's launches as arrays, and which of them a process group's call caused."""
 
+    def __init__(self, annotation: KernelAnnotation) -> None:
+        table = annotation.launch_table
+        self._table = table
+        self.step = _ints(table["step"])
+        self.inside = np.isin(self.step, annotation.complete_steps)
+        self.timed = np.asarray(pc.fill_null(table["time_valid"], False).to_numpy(), bool)
+        duration = np.asarray(pc.fill_null(table["duration"], 0.0).to_numpy(), np.float64)
+        self.time_ns = np.rint(np.where(self.timed, duration, 0.0) * 1000).astype(np.int64)
+        self._read_operators(annotation)
 
-def _launches(annotation: KernelAnnotation) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """Return the launches as plain columns, and (launch, operator) pairs where operators are known."""
-    table = annotation.launches
-    timed = table["time_valid"].fillna(False).astype(bool)
-    frame = pd.DataFrame(
-        {
-            "launch": table["launch"].astype("int64"),
-            "step": table["step"].astype("Int64"),
-            "phase": table["phase"].astype(object),
-            "kernel": table["launch_name"].astype(object),
-            "kind": table["kind"].astype(object),
-            "device": table["device"].fillna(-1).astype("int64"),
-            "stream": table["stream"].fillna(-1).astype("int64"),
-            "start_ns": table["start_ns"].fillna(0).astype("int64"),
-            "time_ns": (table["duration"].where(timed, 0.0).fillna(0.0) * 1000).round().astype("int64"),
-            "timed": timed,
-            "communicates": False,
-        }
-    )
-    calls = annotation.aten_calls
-    known = annotation.manifest.call_source is CallSource.DISPATCH_MODE and calls["operator"].notna().all()
-    if not known:
-        return frame, None
-    relations = annotation.relations
-    pairs = relations[relations["origin"].astype(str) == Origin.DISPATCH.value][["sequence", "launch"]]
-    names = calls.set_index("sequence")["operator"].astype(str)
-    pairs = pd.DataFrame(
-        {"launch": pairs["launch"].to_numpy(), "operator": names.loc[pairs["sequence"]].to_numpy()}
-    ).drop_duplicates()
-    communicating = pairs["launch"][pairs["operator"].str.startswith(_NAMESPACES)]
-    return frame.assign(communicates=frame["launch"].isin(communicating)), pairs
+    def _read_operators(self, annotation: KernelAnnotation) -> None:
+        calls, relations = annotation.call_table, annotation.relation_table
+        self.communicates = np.zeros(len(self.step), bool)
+        self.operators: list[str] | None = None
+        # Rows that are no ATen calls, and calls without a name, do not tell whose the launches are.
+        if annotation.manifest.call_source is not CallSource.DISPATCH_MODE or calls["operator"].null_count:
+            return
+        code, self.operators = _codes(calls["operator"])
+        dispatched = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
+        call = np.searchsorted(_ints(calls["sequence"]), _ints(dispatched["sequence"]))
+        # A launch that several calls of one operator share is one of that operator.
+        pairs = np.unique(_ints(dispatched["launch"]) * max(1, len(self.operators)) + code[call])
+        self.pair_launch, self.pair_operator = np.divmod(pairs, max(1, len(self.operators)))
+        is_own = np.array([is_communication(name) for name in self.operators], bool)
+        self.communicates[self.pair_launch[is_own[self.pair_operator]]] = True
 
+    def ms(self, rows: Bools) -> float:
+        """Return the device time of the rows."""
+        return float(self.time_ns[rows].sum()) / 1e6
 
-def _communication(
-    launches: pd.DataFrame, inside: pd.DataFrame, steps: int, reasons: tuple[GapReason, ...]
-) -> Communication:
-    own = inside[inside["communicates"]]
-    timed = own[own["timed"]]
-    # Compute may reach into a step from outside of it.
-    others = launches[~launches["communicates"] & launches["timed"] & (launches["kind"] == LaunchKind.KERNEL)]
-    overlapped = 0
-    for (device, stream), rows in timed.groupby(["device", "stream"]):
-        beside = others[(others["device"] == device) & (others["stream"] != stream)]
-        start, by_start = _ints(rows["start_ns"]), _ints(beside["start_ns"])
-        overlapped += covered_ns(
-            start,
-            start + _ints(rows["time_ns"]),
-            by_start=by_start,
-            by_end=by_start + _ints(beside["time_ns"]),
+    def compute_ms(self, steps: Sequence[int]) -> dict[int, float]:
+        """Return the device time of each step without its communication."""
+        compute = ~self.communicates
+        return {step: self.ms(compute & (self.step == step)) for step in steps}
+
+    def communication(self, steps: int, reasons: tuple[GapReason, ...]) -> Communication | None:
+        """Return what the calls of process groups launched; None where calls have no name."""
+        if self.operators is None:
+            return None
+        own = self.inside & self.communicates
+        return Communication(
+            launches=int(own.sum()) / steps,
+            time_ms=self.ms(own) / steps,
+            overlapped_ms=self._overlapped_ns(own & self.timed) / 1e6 / steps,
+            bound=bound_of(LOSES_TIME | LOSES_ATTRIBUTION, reasons),
         )
-    return Communication(
-        launches=len(own) / steps,
-        time_ms=_ms(own) / steps,
-        overlapped_ms=overlapped / 1e6 / steps,
-        bound=bound_of(LOSES_TIME | LOSES_ATTRIBUTION, reasons),
-    )
+
+    def _overlapped_ns(self, own: Bools) -> int:
+        start, device, stream = (_ints(self._table[name]) for name in ("start_ns", "device", "stream"))
+        end = start + self.time_ns
+        is_kernel = pc.equal(self._table["kind"].cast(pa.string()), LaunchKind.KERNEL.value)
+        # Compute may reach into a step from outside of it.
+        others = ~self.communicates & self.timed & np.asarray(is_kernel.to_numpy(), bool)
+        overlapped = 0
+        for place in np.unique(np.stack([device[own], stream[own]]), axis=1).T:
+            rows = own & (device == place[0]) & (stream == place[1])
+            beside = others & (device == place[0]) & (stream != place[1])
+            overlapped += covered_ns(start[rows], end[rows], by_start=start[beside], by_end=end[beside])
+        return overlapped
+
+    def cells(self, steps: int) -> Cells:
+        """Return launches and device time by phase, operator, compute kernel and communication kernel."""
+        cells: dict[tuple[str, str], tuple[float, float]] = {}
+
+        def add(table: str, codes: Ints, names: Sequence[str], time_ns: Ints) -> None:
+            count = np.bincount(codes, minlength=len(names))
+            # In float64 nanoseconds are exact up to 104 days.
+            time = np.bincount(codes, time_ns, minlength=len(names))
+            for code in np.flatnonzero(count).tolist():
+                cells[table, names[code]] = (int(count[code]) / steps, float(time[code]) / 1e6 / steps)
+
+        phase, phases = _codes(self._table["phase"])
+        known = self.inside & (phase != _ABSENT)
+        add("phase", phase[known], phases, self.time_ns[known])
+        if self.operators is not None:
+            chosen = self.inside[self.pair_launch]
+            add(
+                "operator", self.pair_operator[chosen], self.operators, self.time_ns[self.pair_launch[chosen]]
+            )
+        kernel, kernels = _codes(self._table["launch_name"])
+        for name, rows in (("kernel", ~self.communicates), ("communication", self.communicates)):
+            rows = rows & self.inside & (kernel != _ABSENT)
+            add(name, kernel[rows], kernels, self.time_ns[rows])
+        return cells
 
 
-def _cells(inside: pd.DataFrame, operators: pd.DataFrame | None, steps: int) -> Cells:
-    cells: dict[tuple[str, str], tuple[float, float]] = {}
-
-    def add(table: str, rows: pd.DataFrame, column: str) -> None:
-        found = rows.groupby(column, observed=True)["time_ns"].agg(["size", "sum"])
-        for key, count, time_ns in found.itertuples():
-            cells[table, str(key)] = (count / steps, time_ns / 1e6 / steps)
-
-    add("phase", inside, "phase")
-    if operators is not None:
-        add("operator", operators.merge(inside[["launch", "time_ns"]], on="launch"), "operator")
-    add("kernel", inside[~inside["communicates"]], "kernel")
-    add("communication", inside[inside["communicates"]], "kernel")
-    return cells
+def _ints(column: pa.ChunkedArray) -> Ints:
+    return np.asarray(pc.fill_null(column, _ABSENT).to_numpy(), np.int64)
 
 
-def _ms(rows: pd.DataFrame) -> float:
-    return float(rows["time_ns"].sum()) / 1e6
-
-
-def _ints(column: pd.Series) -> Ints:
-    return np.asarray(column.to_numpy(), np.int64)
+def _codes(column: pa.ChunkedArray) -> tuple[Ints, list[str]]:
+    """Return a column of text as codes into its distinct values."""
+    encoded = column.cast(pa.string()).combine_chunks().dictionary_encode()
+    return _ints(pa.chunked_array([encoded.indices])), encoded.dictionary.to_pylist()
