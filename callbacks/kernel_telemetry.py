@@ -54,6 +54,8 @@ def _guarded(
     ) -> None:
         try:
             hook(self, trainer, *args, **kwargs)
+        except ConfigurationError:  # of `setup` alone
+            raise
         except Exception as error:  # noqa: BLE001 - telemetry never ends a training run, whatever is wrong with it
             self._give_up(trainer, error)
 
@@ -140,6 +142,7 @@ class KernelTelemetry(Callback):
         """Ask for a window at the next step, whatever the schedule says; from any thread."""
         self._requested = True
 
+    @_guarded
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the run and get ready for a fit. Raises ConfigurationError when there is nowhere to log to."""
         self._leave()

@@ -251,11 +251,12 @@ class FitRecorder:
             self._worker.submit(window)
 
     def _drop(self) -> None:
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         if recorder is not None:
             self._progress = self._progress.closed(self._clock())
             if not recorder.close():
                 self._stuck.append(recorder)
+            self._recorder = None  # last: a Ctrl-C on the way here leaves it to the next who closes
 
     def _finish(self, error: BaseException | None = None) -> None:
         recorder = self._recorder

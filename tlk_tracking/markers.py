@@ -133,7 +133,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             self._note((sequence, self.step, phase, operator, signature, native, path, module_call))
             marker = NamedRange(f"{self._prefix}{sequence}")
         except Exception as error:  # noqa: BLE001 - whatever is wrong with our notes, the call itself has to run
-            self._give_up(error)
+            self.give_up(error)
             return call(*args, **kwargs) if kwargs else call(*args)
         with marker:
             try:
@@ -182,6 +182,13 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return None
 
     def _learn(self, func: Any) -> tuple[Callable[..., Any], int]:
+        try:
+            return self._name(func)
+        except Exception as error:  # noqa: BLE001 - as in a call
+            self.give_up(error)
+            return func, _UNMARKED
+
+    def _name(self, func: Any) -> tuple[Callable[..., Any], int]:
         operator, overload = _operator_name(func)
         number = _UNMARKED
         if not operator.startswith("profiler."):
@@ -204,7 +211,8 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._kinds[kind] = found
         return found
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Note a fault of our own and record nothing more."""
         self.recording = False
         if self.fault is None:
             self.fault = error
@@ -295,6 +303,7 @@ for _function in (
     CallMarkers.__torch_dispatch__,
     CallMarkers._describe,
     CallMarkers._learn,
+    CallMarkers._name,
     CallMarkers._learn_kind,
 ):
     skip_in_dynamo(cast(FunctionType, _function))

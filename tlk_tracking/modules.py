@@ -78,7 +78,7 @@ class ModuleTracker:
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._thread = threading.local()
         self._handles: list[Any] = []  # Any: torch has no public name for what it hands back
-        self._unhide: Callable[[], None]
+        self._unhide: Callable[[], None] = lambda: None
         self._compiling = CompileWatch(before=self._remove, after=self._install)
 
     def begin_step(self) -> None:
@@ -96,8 +96,9 @@ class ModuleTracker:
         self._compiling.end()
         self._remove()
         # An interrupt from the keyboard passes through a module without a word to its hooks.
-        for call in reversed(self._thread.__dict__.get("calls", [])):
-            call.range.__exit__(None, None, None)
+        calls = self._thread.__dict__.get("calls")
+        while calls:
+            calls.pop().range.__exit__(None, None, None)
         self._thread = threading.local()
 
     def locate(self, node: _Node) -> tuple[str | None, int | None]:
@@ -117,10 +118,8 @@ class ModuleTracker:
         return label[1:] if label is not None and label[0] == self._session else (None, None)
 
     def _install(self) -> None:
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, always_call=True),
-        ]
+        self._handles.append(register_module_forward_pre_hook(self._before))
+        self._handles.append(register_module_forward_hook(self._after, always_call=True))
         self._unhide = hide_global_hooks({handle.id for handle in self._handles})
 
     def _remove(self) -> None:

@@ -153,8 +153,8 @@ class ProfilerSession:
                 opened.start_trace()
             try:
                 _stop_without_synchronizing(opened)
-            except KeyboardInterrupt:
-                if profiled_here():  # it came before torch had stopped
+            except BaseException:
+                if profiled_here():  # a Ctrl-C, say, that came before torch had stopped
                     _stop_without_synchronizing(opened)
                 raise
         finally:

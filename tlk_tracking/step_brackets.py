@@ -81,14 +81,10 @@ class StepBrackets:
         opened, self._range = self._range, None
         if opened is None:
             return False
-        self._optimizers.remove()
-        if self._modules is not None:
-            self._modules.detach()
-        if self._fused is not None:
-            self._fused.detach()
-        self._calls.recording = False
-        if not self._pop():
+        was_on, self._calls.recording = self._calls.recording, False
+        if not self._pop() and was_on:
             self.displaced = True
+        self._detach()
         opened.__exit__(None, None, None)
         return True
 
@@ -119,9 +115,18 @@ class StepBrackets:
         self._step = self._calls.step = None
 
     def settle(self) -> bool:
-        """Take off a mode of ours that a displaced window left below another one; return whether none is left."""
+        """Take off what a displaced or interrupted window left; return whether no mode of ours is left."""
         self._pop()
+        self._detach()
         return self._calls not in dispatch_mode_stack()
+
+    def _detach(self) -> None:
+        """Take the hooks off; does nothing the second time."""
+        self._optimizers.remove()
+        if self._modules is not None:
+            self._modules.detach()
+        if self._fused is not None:
+            self._fused.detach()
 
     def _pop(self) -> bool:
         """Take our mode off if it is the innermost; one that is not ours stays."""
@@ -150,10 +155,8 @@ class _OptimizerPhase:
         self._hooks: list[Any] = []  # Any: torch has no public name for what it hands back
 
     def install(self) -> None:
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._hooks.append(register_optimizer_step_pre_hook(self._before))
+        self._hooks.append(register_optimizer_step_post_hook(self._after))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -166,17 +169,20 @@ class _OptimizerPhase:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if threading.get_ident() != self._owner:
             return None
-        self._left.append(self._calls.enter_phase(Phase.OPTIMIZER))
-        # args[0] is the optimizer itself; a closure is the next argument or a keyword.
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._outside(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._outside(kwargs["closure"])}
+        try:
+            self._left.append(self._calls.enter_phase(Phase.OPTIMIZER))
+            # args[0] is the optimizer itself; a closure is the next argument or a keyword.
+            if len(args) > 1 and callable(args[1]):
+                return (args[0], self._outside(args[1]), *args[2:]), kwargs
+            if callable(kwargs.get("closure")):
+                return args, {**kwargs, "closure": self._outside(kwargs["closure"])}
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with our notes, the optimizer has to step
+            self._calls.give_up(error)
         return None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._owner and self._left:
-            self._calls.enter_phase(self._left.pop())
+            self._enter(self._left.pop())
 
     def _outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure as one that runs in the phase around the optimizer's step."""
@@ -184,13 +190,20 @@ class _OptimizerPhase:
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
-            inside = self._calls.enter_phase(around)
+            inside = self._enter(around)
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._calls.enter_phase(inside)
+                self._enter(inside)
 
         return run
+
+    def _enter(self, phase: Phase) -> Phase:
+        try:
+            return self._calls.enter_phase(phase)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._calls.give_up(error)
+            return phase
 
 
 for _hook in (_OptimizerPhase._before, _OptimizerPhase._after):
