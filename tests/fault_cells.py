@@ -238,7 +238,7 @@ def surroundings() -> Surroundings:
         signal_handlers=tuple(
             signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         ),
-        threads=frozenset(thread.name for thread in threading.enumerate()),
+        threads=frozenset(thread.name for thread in threading.enumerate() if not thread.daemon),
     )
 
 

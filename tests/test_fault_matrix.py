@@ -56,7 +56,9 @@ def reached(cell: Cell, error: BaseException, *arguments: Any) -> tuple[object, 
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - which one is what the test compares
         run_cell(cell, *arguments)
     after = surroundings()
-    signal.signal(signal.SIGINT, on_interrupt)  # Lightning leaves it ignored when it is interrupted in `setup`
+    signal.signal(
+        signal.SIGINT, on_interrupt
+    )  # Lightning leaves it ignored when it is interrupted in `setup`
     found = caught.value
     assert cell.struck == (cell.step >= 0)
     chain = tuple(type(each) for each in (found.__cause__, found.__context__))
@@ -95,7 +97,9 @@ def test_an_error_reaches_the_caller_as_without_telemetry_and_the_window_is_kept
     open_still = begun and when is not When.UPLOAD and not (where in AFTER_THE_STEP and when is When.LAST)
     for window in kept:
         assert window.calls is not None
-        annotate(window.trace, window.facts(), calls=pq.read_table(window.calls)).save(tmp_path / "annotation")
+        annotate(window.trace, window.facts(), calls=pq.read_table(window.calls)).save(
+            tmp_path / "annotation"
+        )
         gaps = {gap.reason for gap in load_annotation(tmp_path / "annotation").manifest.gaps}
         assert (GapReason.CAPTURE_RAISED in gaps) is open_still
 
