@@ -201,6 +201,17 @@ def test_starts_are_counted_from_the_first_bracket(tmp_path: Path) -> None:
     assert import_trace(trace.write(tmp_path)).launch_table["start_ns"].to_pylist() == [130_000, 330_000]
 
 
+def test_the_whole_trace_as_a_step_holds_also_what_ends_before_it_starts(tmp_path: Path) -> None:
+    trace = SyntheticTrace()
+    trace.op(0, 100, 200)
+    trace.op(1, 500, 300)
+    trace.launch(1, 150)
+    trace.launch(2, 600, name="last")
+    annotation = import_trace(trace.write(tmp_path))
+    assert annotation.call_table["step"].to_pylist() == [0, 0]
+    assert _steps(annotation)["last"] == 0
+
+
 # Bounds on what a trace can ask for
 
 

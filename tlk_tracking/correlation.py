@@ -158,7 +158,8 @@ def _brackets(events: EventColumns, steps: frozenset[int] | None) -> HostRanges:
         return events.profiler_steps
     columns = (events.runtime_calls, events.host_ops, events.op_markers)
     starts = [int(c.start_ns.min()) for c in columns if len(c)]
-    ends = [int(c.end_ns.max()) for c in columns if len(c)]
+    # A damaged event may end before it starts.
+    ends = [int(max(c.end_ns.max(), c.start_ns.max())) for c in columns if len(c)]
     if not starts:
         empty = np.empty(0, np.int64)
         return HostRanges(label=empty, thread=empty, start_ns=empty, end_ns=empty, external_id=empty)
