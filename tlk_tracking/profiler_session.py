@@ -28,6 +28,7 @@ _STEPS_OF_OTHERS = 4
 class _State(Enum):
     NEW = auto()
     PREPARED = auto()
+    STARTING = auto()
     RUNNING = auto()
     CLOSED = auto()
 
@@ -46,6 +47,7 @@ class ProfilerSession:
         self._state = _State.NEW
         self._profile: profile | None = None
         self._stopped: profile | None = None
+        self._has_turn = False
         self._owner = threading.get_ident()
         self._process = os.getpid()
 
@@ -61,7 +63,8 @@ class ProfilerSession:
             RecordingError: another profiler runs or will run by then, or another window of this process is open.
         """
         self._refuse_if_busy(steps)
-        if not _ONE_AT_A_TIME.acquire(blocking=False):
+        self._has_turn = _ONE_AT_A_TIME.acquire(blocking=False)
+        if not self._has_turn:
             raise RecordingError("another window of this process is open; one is recorded at a time")
         try:
             self._prepare()
@@ -87,11 +90,10 @@ class ProfilerSession:
         if self._synchronize:
             torch.cuda.synchronize()
         assert self._profile is not None
+        self._state = _State.STARTING
+        self._profile.start_trace()
+        set_profiler_flag(RUNNING)
         self._state = _State.RUNNING
-        try:
-            self._profile.start_trace()
-        finally:  # also after a Ctrl-C: what `close` finds has to be ours
-            set_profiler_flag(RUNNING)
 
     def stop(self, trace: Path) -> None:
         """Stop recording after all that was launched has run, and write the Chrome trace.
@@ -135,13 +137,13 @@ class ProfilerSession:
         orphaned = self._owner not in {thread.ident for thread in threading.enumerate()}
         if threading.get_ident() != self._owner and not orphaned:
             return
-        state, self._state = self._state, _State.CLOSED
-        opened, self._profile = self._profile, None
-        if state in (_State.NEW, _State.CLOSED) or opened is None:
+        opened = self._profile
+        if opened is None or self._state is _State.CLOSED:
+            self._leave()
             return
         try:
             flag = profiler_flag()
-            ours = flag is PREPARED or flag is RUNNING
+            ours = flag is PREPARED or flag is RUNNING or self._state is _State.STARTING
             if flag and not ours:
                 return  # another one runs: what torch held of our session went when that one began
             if orphaned or not ours:
@@ -185,9 +187,10 @@ class ProfilerSession:
     def _leave(self) -> None:
         self._state = _State.CLOSED
         self._profile = None
-        if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
-            set_profiler_flag(False)
-        if _ONE_AT_A_TIME.locked():
+        if self._has_turn:
+            if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
+                set_profiler_flag(False)
+            self._has_turn = False
             _ONE_AT_A_TIME.release()
 
 
