@@ -12,6 +12,8 @@ from recorded_window import work_of_launches
 
 from tlk_tracking import KernelAnnotation
 from tlk_tracking.annotation import module_table
+from tlk_tracking.records import Bound, Phase
+from tlk_tracking.summary import metrics
 
 CAPTURED = Path(__file__).parent / "data" / "captured"
 NAMES = sorted(path.name.removesuffix(".window.json") for path in CAPTURED.glob("*.window.json"))
@@ -169,3 +171,18 @@ def test_transfers_have_their_bytes() -> None:
 def test_a_set_of_no_bytes_bounds_nothing() -> None:
     annotation = read("autocast")
     assert annotation.manifest.counts["launches"].bound.value == "exact"
+
+
+@pytest.mark.parametrize("name", ["compiled", "graph_replay", "reduce_overhead", "triton_kernel"])
+def test_numbers_by_phase_are_exact_where_each_launch_has_a_phase(name: str) -> None:
+    annotation = read(name)
+    found = {metric.name: metric for metric in metrics(annotation)}
+    by_phase = [found[f"launches_{phase.value}"] for phase in Phase]
+    assert {metric.bound for metric in by_phase} == {Bound.EXACT}
+    assert sum(metric.value for metric in by_phase) == found["launches"].value
+    assert found["attributed_launches"].bound is Bound.LOWER
+
+
+def test_a_launch_without_a_phase_makes_the_numbers_by_phase_lower_bounds() -> None:
+    found = {metric.name: metric for metric in metrics(read("foreign_thread"))}
+    assert {found[f"launches_{phase.value}"].bound for phase in Phase} == {Bound.LOWER}

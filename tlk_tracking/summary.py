@@ -26,7 +26,6 @@ from tlk_tracking.totals import (
     LOSES_ATTRIBUTION,
     LOSES_CALLS,
     LOSES_TIME,
-    bound_of,
     count_totals,
 )
 
@@ -61,6 +60,10 @@ METRIC_GAPS: dict[str, frozenset[GapReason]] = {
 }
 
 
+# These gaps hide a launch's ATen call; its phase may be known all the same.
+_PLACED = frozenset({GapReason.GRAPH_REPLAY, GapReason.FOREIGN_THREAD, GapReason.LAUNCHED_OUTSIDE_DISPATCHER})
+
+
 def metrics(annotation: KernelAnnotation) -> tuple[Metric, ...]:
     """Return the metrics of one annotation, those per step over its complete steps.
 
@@ -70,25 +73,23 @@ def metrics(annotation: KernelAnnotation) -> tuple[Metric, ...]:
     reasons = frozenset(annotation.manifest.lower_bound_reasons)
     values = {"steps_recorded": float(len(annotation.complete_steps))}
     incomplete: set[str] = set()
+    complete: set[str] = set()
     if annotation.complete_steps:
         values["aten_calls"] = _calls_per_step(annotation)
         if annotation.manifest.availability is not Availability.UNAVAILABLE:
             values |= _device_values(annotation)
-            phases, some_unknown = _phase_values(annotation)
+            phases, all_known = _phase_values(annotation)
             values |= phases
-            incomplete |= set(phases) if some_unknown else set()
+            (complete if all_known else incomplete).update(phases)
             if _transfers_without_bytes(annotation):
                 incomplete.add("memcpy_bytes")
-    return tuple(
-        Metric(
-            name=name,
-            value=values[name],
-            bound=Bound.LOWER if name in incomplete else bound_of(lossy, reasons),
-            reasons=tuple(sorted(reasons & lossy)),
-        )
-        for name, lossy in METRIC_GAPS.items()
-        if name in values
-    )
+    found = []
+    for name, lossy in METRIC_GAPS.items():
+        if name in values:
+            present = reasons & (lossy - _PLACED if name in complete else lossy)
+            bound = Bound.LOWER if name in incomplete or present else Bound.EXACT
+            found.append(Metric(name=name, value=values[name], bound=bound, reasons=tuple(sorted(present))))
+    return tuple(found)
 
 
 def launch_summary(annotation: KernelAnnotation) -> pd.DataFrame:
@@ -182,15 +183,12 @@ def _device_values(annotation: KernelAnnotation) -> dict[str, float]:
 
 
 def _phase_values(annotation: KernelAnnotation) -> tuple[dict[str, float], bool]:
-    """Return launches and device time by phase, and whether some launching call has no known phase."""
+    """Return launches and device time by phase, and whether each launch's phase is known."""
     calls, launches = annotation.call_table, annotation.launch_table
     if calls["phase"].null_count == len(calls):
-        return {}, False
+        return {}, True
     phase = launches["phase"]
     inside = pc.is_in(launches["step"], pa.array(annotation.complete_steps, pa.int64())).to_numpy()
-    attributed = pc.equal(
-        launches["attribution_status"].cast(pa.string()), AttributionStatus.ATTRIBUTED.value
-    ).to_numpy()
     known = np.asarray(pc.is_valid(phase), bool)
     names = np.asarray(phase.to_pylist(), object)
     time_ns: npt.NDArray[np.int64] = np.rint(
@@ -203,7 +201,7 @@ def _phase_values(annotation: KernelAnnotation) -> tuple[dict[str, float], bool]
         rows = inside & (names == each.value)
         values[f"launches_{each.value}"] = float(rows.sum()) / steps
         values[f"device_time_ms_{each.value}"] = float(time_ns[rows].sum()) / 1e6 / steps
-    return values, bool((inside & attributed & ~(known & np.isin(names, [p.value for p in Phase]))).any())
+    return values, not (inside & ~known).any()
 
 
 def _transfers_without_bytes(annotation: KernelAnnotation) -> bool:

@@ -78,6 +78,7 @@ def print_groups(table: GroupTable, by: By, *, top: int) -> None:
         console.print(Text(f"no {by.value} is known in a complete step"))
         return
     shown = Table(f"{by.value} (numbers are a step)", *_titles(table.bounds), box=None, pad_edge=False)
+    shown.columns[0].min_width = 30
     for column in shown.columns[1:]:
         column.justify = "right"
         column.no_wrap = True
@@ -95,7 +96,7 @@ def _titles(measures: Sequence[str] | dict[str, Bound]) -> list[str]:
     titles = []
     for measure in measures:
         plain = measure.removesuffix("_with_children")
-        titles.append(_MEASURES[plain] + (" with children" if plain != measure else ""))
+        titles.append(_MEASURES[plain] + ("\n+ children" if plain != measure else ""))
     return titles
 
 
