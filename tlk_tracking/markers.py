@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tlk_tracking.errors import RecordingError
 from tlk_tracking.records import MARKER_PREFIX, CallOutcome, Phase
 from tlk_tracking.tables import ATEN_CALLS
 from tlk_tracking.torch_private import (
@@ -67,8 +68,11 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     Attributes:
         recording: False makes the mode let every call through untouched.
         step, phase: what the owner's thread is in.
-        fault: the first error of our own, after which nothing more is recorded.
+        fault: the first error of our own, or that the window is full; after it nothing more is recorded.
+        most_calls: a window takes no more than these, some 200 bytes each; the profiler's own events take more.
     """
+
+    most_calls = 1_000_000
 
     # A higher-order operator is a call like any other; without this torch refuses to run one under a mode.
     supports_higher_order_operators = True
@@ -130,6 +134,8 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             phase = _BACKWARD if node is not None else self._phase if thread == self._owner else _OTHER
             path, module_call = (None, None) if self._locate is None else self._locate(node)
             sequence = self._next_sequence()
+            if sequence >= self.most_calls:
+                raise RecordingError(f"the window is full: it has {self.most_calls} ATen calls")
             self._note((sequence, self.step, phase, operator, signature, native, path, module_call))
             marker = NamedRange(f"{self._prefix}{sequence}")
         except Exception as error:  # noqa: BLE001 - whatever is wrong with our notes, the call itself has to run

@@ -109,7 +109,7 @@ class WindowRecorder:
             return _DISPLACED
         fault = self._fault
         if fault is not None:
-            return f"the recorder itself failed with {type(fault).__name__}: {fault}"
+            return _why(fault) if isinstance(fault, RecordingError) else f"{_why(fault)}: {fault}"
         return None if self._session.running else "another torch profiler took the session over"
 
     @property
@@ -213,12 +213,19 @@ class WindowRecorder:
         complete = sum(bracket.outcome is StepOutcome.COMPLETE for bracket in self._brackets.steps)
         why = [f"{complete} of {self.plan.requested} steps were recorded"]
         if self._fault is not None:
-            why.append(f"the recorder itself failed with {type(self._fault).__name__}")
+            why.append(_why(self._fault))
         if lost is not None:
             why.append(lost)
         if complete < self.plan.requested or len(why) > 1:
             found.append((GapReason.WINDOW_TRUNCATED, max(1, self.plan.requested - complete), "; ".join(why)))
         return tuple(Gap(reason=reason, count=count, evidence=evidence) for reason, count, evidence in found)
+
+
+def _why(fault: Exception) -> str:
+    """Return why nothing more was recorded; of an error that is not ours its type alone, its text may be private."""
+    if isinstance(fault, RecordingError):
+        return str(fault)
+    return f"the recorder itself failed with {type(fault).__name__}"
 
 
 def session_id(token: str, *, first_step: int) -> str:
