@@ -174,3 +174,19 @@ def test_a_trace_without_our_markers_has_no_places(tmp_path: Path) -> None:
     trace.launch(1, 110)
     launches = import_trace(trace.write(tmp_path)).launch_table
     assert [launches[name].null_count for name in ("phase", "module", "module_call")] == [1, 1, 1]
+
+
+def test_a_range_that_only_looks_like_ours_says_nothing(tmp_path: Path) -> None:
+    trace = PlacedTrace()
+    trace.host(f"tlk::{SESSION}::phase::lunch", 10, 10)
+    trace.host(f"tlk::{SESSION}::module::first::head", 90, 210)
+    trace.host("tlk::99999999::module::0::head", 90, 210)
+    trace.launch(1, 110)
+    assert trace.places(tmp_path) == [NOWHERE]
+
+
+def test_a_module_may_have_any_name(tmp_path: Path) -> None:
+    trace = PlacedTrace()
+    trace.module("a::b\n<i>", 0, 90, 210)
+    trace.launch(1, 110)
+    assert trace.places(tmp_path) == [(None, "a::b\n<i>", 0)]

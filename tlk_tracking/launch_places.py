@@ -88,13 +88,12 @@ def _surroundings(
         return {}
     call = np.ma.getdata(correlation.record_call)[records]
     thread, time_ns = events.runtime_calls.thread[call], events.runtime_calls.start_ns[call]
+    ours = f"{MARKER_PREFIX}{events.session}::"
     evaluations, _ = named_ranges(events, lambda name: name if name.startswith(_EVALUATION) else None)
     modules, module_of = named_ranges(
-        events, re.compile(f"{MARKER_PREFIX}{events.session}::module::(.*)", re.S).match
+        events, re.compile(f"{ours}module::([0-9]{{1,9}})::(.*)", re.S).fullmatch
     )
-    moments, phase_of = named_ranges(
-        events, re.compile(f"{MARKER_PREFIX}{events.session}::phase::(.*)").match
-    )
+    moments, phase_of = named_ranges(events, re.compile(f"{ours}phase::({'|'.join(Phase)})").fullmatch)
     evaluation = innermost(evaluations, thread=thread, time_ns=time_ns)
     module = innermost(modules, thread=thread, time_ns=time_ns)
     moment = _latest(moments, thread=thread, time_ns=time_ns)
@@ -103,7 +102,7 @@ def _surroundings(
     for record, e, m, p in zip(*(a.tolist() for a in (records, evaluation, module, moment)), strict=True):
         phase = Phase.BACKWARD.value if e != NONE else None if p == NONE else phase_of[p][1]
         if m != NONE and (e == NONE or modules.start_ns[m] >= evaluations.start_ns[e]):
-            number, _, path = module_of[m][1].partition("::")
+            number, path = module_of[m].groups()
             placed[record] = Place(phase, path, int(number))
         else:
             placed[record] = by_evaluation.get(e, Place())._replace(phase=phase)
