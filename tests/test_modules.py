@@ -460,6 +460,28 @@ def test_windows_compile_nothing_again_and_break_no_graph(
     assert _compilations(make, fullgraph=fullgraph, first_inside=first_inside, windows=True) == plain
 
 
+def test_a_module_compiled_in_place_keeps_its_name() -> None:
+    torch._dynamo.reset()
+    root = Outer()
+    _compile_in_place(root, backend="aot_eager")
+    found = located(
+        lambda: root(input_of()).sum().backward(), root, operators={"addmm", "threshold_backward"}
+    )
+    assert found == [("addmm", "inner", 0), ("addmm", "head", 0), ("threshold_backward", "inner", 0)]
+    torch._dynamo.reset()
+
+
+def test_a_model_compiled_as_a_whole_has_its_calls_and_its_parts_none() -> None:
+    torch._dynamo.reset()
+    root = Outer()
+    compiled = _compile_whole(root, backend="aot_eager")
+    found = located(
+        lambda: compiled(input_of()).sum().backward(), root, operators={"addmm", "threshold_backward"}
+    )
+    assert found == [("addmm", "", 0), ("addmm", "", 0), ("threshold_backward", "", 0)]
+    torch._dynamo.reset()
+
+
 def test_a_compiled_modules_calls_are_its_own_in_forward_and_backward() -> None:
     torch._dynamo.reset()
     root = Outer()
