@@ -160,3 +160,15 @@ def test_hidden_global_hooks_are_not_warned_of_and_others_are() -> None:
     back = bool(hooks._has_any_global_hook())
     mine.remove()
     assert (hidden, shown, back) == (False, True, True)
+
+
+def test_a_session_is_prepared_without_advice_and_the_users_is_advised_as_ever(tmp_path: Path) -> None:
+    from torch.profiler import profiler
+
+    told = set(profiler._WARNINGS_SHOWN)
+    session = profile(activities=[ProfilerActivity.CPU])
+    torch_private.prepare_quietly(session)
+    torch_private.prepare_quietly(session)
+    session.start_trace()
+    session.stop_trace()
+    assert told == profiler._WARNINGS_SHOWN

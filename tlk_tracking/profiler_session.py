@@ -15,6 +15,7 @@ from tlk_tracking.errors import RecordingError
 from tlk_tracking.torch_private import (
     PREPARED,
     RUNNING,
+    prepare_quietly,
     profiled_here,
     profiler_flag,
     session_options,
@@ -150,7 +151,7 @@ class ProfilerSession:
                 # It went with its thread, or with one that ran inside ours. To stop it now would crash; a
                 # session prepared anew can be stopped.
                 opened = self._make_profile()
-                opened.prepare_trace()
+                prepare_quietly(opened)
             if not profiled_here():
                 opened.start_trace()
             try:
@@ -168,7 +169,7 @@ class ProfilerSession:
 
     def _prepare(self) -> None:
         self._profile = self._make_profile()
-        self._profile.prepare_trace()
+        prepare_quietly(self._profile)
         set_profiler_flag(PREPARED)
 
     def _refuse_if_busy(self, steps: int) -> None:
