@@ -13,6 +13,7 @@ from recorded_window import work_of_launches
 from tlk_tracking import KernelAnnotation
 from tlk_tracking.annotation import module_table
 from tlk_tracking.records import Bound, Phase
+from tlk_tracking.report import render_report
 from tlk_tracking.summary import metrics
 
 CAPTURED = Path(__file__).parent / "data" / "captured"
@@ -186,3 +187,9 @@ def test_numbers_by_phase_are_exact_where_each_launch_has_a_phase(name: str) -> 
 def test_a_launch_without_a_phase_makes_the_numbers_by_phase_lower_bounds() -> None:
     found = {metric.name: metric for metric in metrics(read("foreign_thread"))}
     assert {found[f"launches_{phase.value}"].bound for phase in Phase} == {Bound.LOWER}
+
+
+def test_the_report_shows_modules_with_the_modules_inside_them() -> None:
+    page = render_report(read("modules"))
+    assert "launches with children" in page
+    assert "(the model itself)" in page

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlk_tracking.annotation import KernelAnnotation
+from tlk_tracking.annotation import KernelAnnotation, module_table
 from tlk_tracking.charts import Bar, draw_bars
 from tlk_tracking.inert_text import visible
 from tlk_tracking.key_text import show_call, show_key
+from tlk_tracking.module_summary import MODULE_MEASURES
 from tlk_tracking.number_text import SIGNS, show_number
 from tlk_tracking.rank_report import rank_section
 from tlk_tracking.rank_summary import RankSummary
@@ -60,7 +61,7 @@ def render_report(annotation: KernelAnnotation, *, ranks: RankSummary | None = N
                 overview,
                 *(() if ranks is None else (rank_section(ranks, limit=rows),)),
                 _gaps(annotation),
-                *_tables(tables, rows),
+                *_tables(annotation, tables, rows),
             ),
         )
     )
@@ -218,14 +219,38 @@ def _gaps(annotation: KernelAnnotation) -> Section:
     )
 
 
-def _tables(tables: StepTables, limit: int) -> list[Section]:
+def _tables(annotation: KernelAnnotation, tables: StepTables, limit: int) -> list[Section]:
     total = tables.tables[TableName.TOTAL]
     sections = []
     for name, (title, anchor) in _TITLES.items():
         table = tables.tables.get(name)
         if table is not None and table.keys and len(tables.windows):
-            sections.append(Section(title=title, anchor=anchor, tables=(_table(name, table, total, limit),)))
+            shown = (
+                _modules(annotation, limit) if name is TableName.MODULE else _table(name, table, total, limit)
+            )
+            sections.append(Section(title=title, anchor=anchor, tables=(shown,)))
     return sections
+
+
+def _modules(annotation: KernelAnnotation, limit: int) -> PageTable:
+    """Every module with the modules inside it, those that only hold others among them."""
+    found = module_table(annotation)
+    measures = {
+        f"{measure}_per_step{suffix}": (title + text, 1e-3 if measure == "device_time_us" else 1.0)
+        for measure, title in zip(MODULE_MEASURES, _MEASURES.values(), strict=True)
+        for suffix, text in (("", ""), ("_with_children", " with children"))
+        if not found[f"{measure}_per_step"].null_count
+    }
+    rows = []
+    for row in found.to_pylist():
+        bound = Bound.LOWER if row["lower_bound"] else Bound.EXACT
+        cells = [text_cell(row["module"] or "(the model itself)")]
+        for column, (_, unit) in measures.items():
+            cells.append(number_cell(row[column] * unit, bound, hint=row["reasons"] or None))
+        rows.append(tuple(cells))
+    columns = [Column(title="module")]
+    columns += [Column(title=title, is_number=True) for title, _ in measures.values()]
+    return limited(columns, rows, limit=limit, rest=_REST)
 
 
 def _table(name: TableName, table: StepTable, total: StepTable, limit: int) -> PageTable:
