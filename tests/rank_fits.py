@@ -1,6 +1,7 @@
-"""Run Lightning fits on several ranks: `python rank_fits.py PLAN.json RANKS` runs these ranks of the plan's world.
+"""Run Lightning fits on several ranks: `python rank_fits.py PLAN.json RANKS ...` runs these ranks of a world.
 
-The plan is a Plan as JSON, RANKS such as 0,1. One process is forked for each rank, so that imports are paid once.
+The plan is a Plan as JSON, RANKS such as 0,1; more worlds may follow. One process is forked for each rank, so that
+imports are paid once.
 Each rank writes `FOLDER/NAME.rank_N.json` after each fit. Also a program for torchrun and for Lightning's own
 launchers, with which the rank comes from the environment: then RANKS is `env`.
 """
@@ -135,6 +136,7 @@ def run_fit(
     width: int = 8,
     layers: int = 2,
     batch: int = 2,
+    has_run: bool = True,
     fault: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run one fit on this rank; return what this rank has to say of it."""
@@ -158,13 +160,13 @@ def run_fit(
     fault_here = fault if fault is not None and fault["rank"] == rank else None
     if fault_here is not None and fault_here["kind"] == "offline":
         os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY"), NOWHERE)
-    logger = MLFlowLogger(experiment_name="ranks", run_name=name, tracking_uri=plan.uri)
+    logger = MLFlowLogger(experiment_name="ranks", run_name=name, tracking_uri=plan.uri) if has_run else None
     trainer = pl.Trainer(
         accelerator="gpu" if plan.device == "cuda" else "cpu",
         devices=plan.world_size,
         strategy=_strategy(strategy, plan),
         max_steps=steps,
-        logger=logger,
+        logger=logger or False,
         callbacks=callbacks,
         default_root_dir=Path(plan.folder, name),
         enable_checkpointing=False,
@@ -172,10 +174,11 @@ def run_fit(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    model: Any = Net(width, layers, None if fault_here is None else lambda step: _strike(fault_here, step))
+    model: Any = Net(
+        width, layers, None if fault_here is None else lambda step: _strike(plan, fault_here, step)
+    )
     data = DataLoader(TensorDataset(torch.ones(batch * steps, width)), batch_size=batch)
     said: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "ended": "well"}
-    started = time.monotonic()
     try:
         whole: Any = torch.compile(model) if compiled else model
         trainer.fit(whole, data)
@@ -183,8 +186,11 @@ def run_fit(
         said["ended"] = type(error).__name__
         said["error"] = str(error)[:300]
     else:
-        said["median_ms"] = clock.median_ms(first, first + chosen["active"] - 1)
-    return said | {"run_id": logger.run_id if rank == 0 else None, "took_s": time.monotonic() - started}
+        if clock.ends:  # where ranks are spawned, this process has none
+            said["median_ms"] = clock.median_ms(first, first + chosen["active"] - 1)
+    said["ended_at_s"] = time.time()
+    # Asked for a run that it does not have, a logger makes one.
+    return said | {"run_id": logger.run_id if rank == 0 and clock.ends and logger is not None else None}
 
 
 def run_rank(plan: Plan, rank: int) -> None:
@@ -203,7 +209,9 @@ def _strategy(name: str, plan: Plan) -> Any:
     if name == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        return ModelParallelStrategy(timeout=timeout)
+        return ModelParallelStrategy(
+            data_parallel_size=plan.world_size, tensor_parallel_size=1, timeout=timeout
+        )
     from lightning.pytorch.strategies import DDPStrategy
 
     start_method: Any = "spawn" if name == "ddp_spawn" else "popen"
@@ -213,8 +221,9 @@ def _strategy(name: str, plan: Plan) -> Any:
     )
 
 
-def _strike(fault: dict[str, Any], step: int) -> None:
+def _strike(plan: Plan, fault: dict[str, Any], step: int) -> None:
     if fault["kind"] in ("raise", "kill") and step == fault["step"]:
+        Path(plan.folder, "struck_at_s").write_text(str(time.time()))
         if fault["kind"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ArithmeticError("theirs")
@@ -240,17 +249,18 @@ def _fork_ranks(plan: Plan, ranks: list[int]) -> None:
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(statuses):
-        sys.exit(f"ranks {ranks} ended with {statuses}")
+        sys.stderr.write(f"ranks {ranks} ended with {statuses}\n")
 
 
 def main() -> None:
-    """Run the ranks that the command line names."""
-    plan = Plan(**json.loads(Path(sys.argv[1]).read_text()))
+    """Run the worlds that the command line names, one after the other."""
     torch.set_num_threads(1)
-    if sys.argv[2] == "env":
-        run_rank(plan, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
-    else:
-        _fork_ranks(plan, [int(rank) for rank in sys.argv[2].split(",")])
+    for path, ranks in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        plan = Plan(**json.loads(Path(path).read_text()))
+        if ranks == "env":
+            run_rank(plan, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+        else:
+            _fork_ranks(plan, [int(rank) for rank in ranks.split(",")])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ FLOW = """
     rank_parts rank_summary
     step_tables step_counts key_text charts report_page rank_report report
     destinations outbox
-    request_limits run_artifacts run_record mlflow_tracking
+    request_limits run_artifacts run_record mlflow_tracking dataset
     delivery window_carriers window_worker
     fit_recorder
     time_samples context comparison_rows comparison comparison_text comparison_json

@@ -1,0 +1,266 @@
+"""Fits of several real processes with gloo, whose windows go to one run of a real MLflow server."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry, load_run, search_runs
+
+PROGRAM = Path(__file__).parent / "rank_fits.py"
+TELEMETRY = {"ranks": "all", "upload_timeout_s": 60.0}
+FIRST = 3  # the windows' steps are 3 and 4
+LIMIT_S = 160
+# Nothing may wait for longer after a rank is gone.
+HANG_S = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A world that has ended."""
+
+    folder: Path
+    uri: str
+    output: str
+
+    def said(self, name: str) -> dict[int, dict[str, Any]]:
+        """Return what each rank that lived to the end says of a fit."""
+        files = sorted(self.folder.glob(f"{name}.rank_*.json"))
+        return {int(path.stem.rpartition("_")[2]): json.loads(path.read_text()) for path in files}
+
+    def run(self, name: str) -> RunTelemetry:
+        """Return what is in the run of a fit."""
+        return load_run(self.said(name)[0]["run_id"], self.uri)
+
+    def waited_s(self, name: str) -> float:
+        """Return how long after the fault the last rank ended."""
+        ends = [said["ended_at_s"] for said in self.said(name).values()]
+        return float(max(ends)) - float((self.folder / "struck_at_s").read_text())
+
+
+def run_worlds(folder: Path, uri: str, plans: Mapping[str, Any], *launcher: str) -> dict[str, World]:
+    """Run worlds (name -> size, fits) to their ends in one program, and see that no process of theirs is left."""
+    arguments = []
+    for name, (size, fits) in plans.items():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        place = folder / name
+        place.mkdir()
+        plan = {"folder": str(place), "uri": uri, "world_size": size, "fits": fits, "port": port}
+        (place / "plan.json").write_text(json.dumps(plan))
+        ranks = "env" if launcher else ",".join(str(rank) for rank in range(size))
+        arguments += [str(place / "plan.json"), ranks]
+    token = secrets.token_hex(8)
+    log = folder / "world.log"
+    with log.open("wb") as output:
+        program = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *launcher[1:], str(PROGRAM), *arguments], cwd=folder,
+            env={**os.environ, "TLK_TEST_WORLD": token, "OMP_NUM_THREADS": "1"},
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        try:
+            program.wait(timeout=LIMIT_S)
+        finally:
+            left = still_there(f"TLK_TEST_WORLD={token}", limit_s=HANG_S)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    assert left == [], "processes of the world are left"
+    said = log.read_text(errors="replace")
+    return {name: World(folder=folder / name, uri=uri, output=said) for name in plans}
+
+
+def still_there(token: str, *, limit_s: float) -> list[int]:
+    """Return the processes with the token in their environment that do not end within the limit."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, token)]  # noqa: PTH208 - names alone
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def _has(pid: int, token: str) -> bool:
+    try:
+        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def worlds(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+    """Run four ranks through several fits, and two worlds of two ranks in which rank 1 raises or is killed."""
+    four = [
+        {"name": "no run", "telemetry": TELEMETRY, "has_run": False},
+        {"name": "no such rank", "telemetry": TELEMETRY | {"ranks": [0, 4]}},
+        {"name": "all", "telemetry": TELEMETRY},
+        {"name": "some", "telemetry": TELEMETRY | {"ranks": [0, 2]}, "strategy": "fsdp2"},
+        {
+            "name": "offline", "telemetry": TELEMETRY | {"ranks": [0, 3], "upload_timeout_s": 10.0},
+            "fault": {"rank": 3, "kind": "offline"},
+        },
+    ]  # fmt: skip
+    faults = {kind: {"rank": 1, "kind": kind, "step": FIRST + 1} for kind in ("raise", "kill")}
+    plans: dict[str, Any] = {"four": (4, four)}
+    plans |= {
+        kind: (2, [{"name": kind, "telemetry": TELEMETRY, "fault": fault}]) for kind, fault in faults.items()
+    }
+    return run_worlds(tmp_path_factory.mktemp("ranks"), mlflow_server, plans)
+
+
+@pytest.fixture
+def four(worlds: dict[str, World]) -> World:
+    """Return the world of four ranks: all record, two under FSDP, one cannot reach the server, none finds a run."""
+    return worlds["four"]
+
+
+def recorded(run: RunTelemetry) -> dict[int, list[tuple[int, str]]]:
+    """Return the steps of the run's only window, by rank."""
+    (window,) = run.windows
+    return {
+        rank: [(row.step, row.outcome.value) for row in annotation.manifest.window.steps]
+        for rank, annotation in window.ranks.items()
+    }
+
+
+def own_tags(run: RunTelemetry) -> dict[str, str]:
+    """Return the tags about ranks."""
+    return {key: value for key, value in run.tags.items() if "rank" in key or key == "tlk.world_size"}
+
+
+BOTH_STEPS = [(FIRST, "complete"), (FIRST + 1, "complete")]
+
+
+def test_every_rank_records_the_same_steps_into_one_run(four: World) -> None:
+    assert {said["ended"] for said in four.said("all").values()} == {"well"}, four.output[-3000:]
+    run = four.run("all")
+    assert recorded(run) == dict.fromkeys(range(4), BOTH_STEPS)
+    assert run.rank_gaps == ()
+    assert own_tags(run) == {
+        **{f"tlk.lower_bound/rank_{rank}": "true" for rank in range(4)},
+        "tlk.recording_ranks": "all",
+        "tlk.world_size": "4",
+    }
+    (window,) = run.windows
+    for rank, annotation in window.ranks.items():
+        calls = annotation.aten_calls["operator"].astype(str).value_counts()
+        assert (annotation.manifest.rank, annotation.manifest.world_size) == (rank, 4)
+        # Lightning's word on SIGTERM at each batch, and one bucket of gradients.
+        assert {name: calls[name] for name in calls.index if name.startswith("c10d")} == {
+            "c10d.broadcast_": 2,
+            "c10d.allreduce_": 2,
+        }
+
+
+def test_the_metrics_are_those_of_rank_0_alone(four: World) -> None:
+    run = four.run("all")
+    history = MlflowClient(four.uri).get_metric_history(run.run_id, "kernel_telemetry/aten_calls")
+    (window,) = run.windows
+    own = window.ranks[0]
+    assert [metric.value for metric in history] == [
+        own.aten_calls["step"].isin(own.complete_steps).sum() / len(own.complete_steps)
+    ]
+
+
+def test_ranks_that_are_named_record_under_fsdp_and_others_do_not(four: World) -> None:
+    assert {said["ended"] for said in four.said("some").values()} == {"well"}, four.output[-3000:]
+    run = four.run("some")
+    assert recorded(run) == {0: BOTH_STEPS, 2: BOTH_STEPS}
+    assert run.rank_gaps == ()
+    assert own_tags(run)["tlk.recording_ranks"] == "0,2"
+    (window,) = run.windows
+    operators = set(window.ranks[2].aten_calls["operator"].astype(str))
+    assert any(name.startswith("c10d._reduce_scatter") for name in operators), " ".join(sorted(operators))
+
+
+def test_without_a_run_every_rank_says_so_and_none_waits(four: World) -> None:
+    said = four.said("no run")
+    assert {rank: one["ended"] for rank, one in said.items()} == dict.fromkeys(range(4), "ConfigurationError")
+    assert all("KernelTelemetry(run_id=mlflow.active_run()" in one["error"] for one in said.values())
+
+
+def test_a_rank_that_is_not_in_the_fit_is_refused_on_every_rank(four: World) -> None:
+    said = four.said("no such rank")
+    assert {one["ended"] for one in said.values()} == {"ConfigurationError"}
+    assert {one["error"] for one in said.values()} == {
+        "ranks=[0, 4] names rank 4, and this fit has the ranks 0 to 3"
+    }
+
+
+def test_a_rank_that_cannot_reach_the_server_is_a_gap_until_its_outbox_is_sent(four: World) -> None:
+    assert {said["ended"] for said in four.said("offline").values()} == {"well"}, four.output[-3000:]
+    run = four.run("offline")
+    folder = run.annotations[0].folder_name.partition("/")[0]
+    assert recorded(run) == {0: BOTH_STEPS}
+    assert run.rank_gaps == (RankGap(window=folder, rank=3, reason=RankGapReason.NOT_SENT),)
+    outbox = four.folder / "offline" / "kernel_telemetry_outbox"
+    upload = ["-c", "from tlk_tracking.cli import main; main()", "upload", "--outbox", str(outbox)]
+    subprocess.run([sys.executable, *upload], check=True, capture_output=True)
+    run = four.run("offline")
+    assert recorded(run) == {0: BOTH_STEPS, 3: BOTH_STEPS}
+    assert run.rank_gaps == ()
+
+
+def upload(world: World, name: str) -> None:
+    """Send what an upload after an error, which waits five seconds, has left."""
+    outbox = world.folder / name / "kernel_telemetry_outbox"
+    command = ["-c", "from tlk_tracking.cli import main; main()", "upload", "--outbox", str(outbox)]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+
+
+def test_one_rank_raises_in_a_window_and_both_keep_theirs(worlds: dict[str, World]) -> None:
+    world = worlds["raise"]
+    said = world.said("raise")
+    assert [said[1]["ended"], said[0]["ended"]] == ["ArithmeticError", "RuntimeError"]
+    assert world.waited_s("raise") < HANG_S
+    upload(world, "raise")
+    run = world.run("raise")
+    raised = [(FIRST, "complete"), (FIRST + 1, "raised")]
+    assert recorded(run) == {0: raised, 1: raised}
+    assert [(gap.rank, gap.reason) for gap in run.rank_gaps] == [
+        (0, RankGapReason.CAPTURE_RAISED),
+        (1, RankGapReason.CAPTURE_RAISED),
+    ]
+
+
+def test_one_rank_is_killed_in_a_window_and_the_other_keeps_its_own(worlds: dict[str, World]) -> None:
+    world = worlds["kill"]
+    said = world.said("kill")
+    assert {rank: one["ended"] for rank, one in said.items()} == {0: "RuntimeError"}
+    assert world.waited_s("kill") < HANG_S
+    upload(world, "kill")
+    run = world.run("kill")
+    assert recorded(run) == {0: [(FIRST, "complete"), (FIRST + 1, "raised")]}
+    assert [(gap.rank, gap.reason) for gap in run.rank_gaps] == [
+        (0, RankGapReason.CAPTURE_RAISED),
+        (1, RankGapReason.NOT_SENT),
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "subprocesses", "spawn"])
+def test_each_way_to_launch_ranks_gives_one_run_with_all_of_them(
+    launcher: str, mlflow_server: str, tmp_path: Path
+) -> None:
+    name = f"launched by {launcher}"
+    fit = {"name": name, "telemetry": TELEMETRY, "strategy": "ddp_spawn" if launcher == "spawn" else "ddp"}
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    through = torchrun if launcher == "torchrun" else []
+    worlds = run_worlds(tmp_path, mlflow_server, {"launched": (2, [fit])}, launcher, *through)
+    runs = [run.run_id for run in search_runs("ranks", mlflow_server) if run.run_name == name]
+    assert len(runs) == 1, worlds["launched"].output[-3000:]
+    run = load_run(runs[0], mlflow_server)
+    assert recorded(run) == dict.fromkeys(range(2), BOTH_STEPS)
+    assert run.rank_gaps == ()
