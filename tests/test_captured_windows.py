@@ -193,3 +193,35 @@ def test_the_report_shows_modules_with_the_modules_inside_them() -> None:
     page = render_report(read("modules"))
     assert "launches with children" in page
     assert "(the model itself)" in page
+
+
+def origins(annotation: KernelAnnotation, *, gap: str) -> dict[int, set[str]]:
+    """Return for each launch with this gap what its relations rest on."""
+    rows = annotation.launch_table.select(["launch", "gap"]).to_pylist()
+    found: dict[int, set[str]] = {row["launch"]: set() for row in rows if row["gap"] == gap}
+    for row in annotation.relation_table.to_pylist():
+        if row["launch"] in found:
+            found[row["launch"]].add(row["origin"])
+    return found
+
+
+needs_graphs = pytest.mark.skipif(
+    not (CAPTURED / "compiled.graphs.json").exists(),
+    reason="tests/data/captured has no graphs yet: they come with the next run of tests/cuda on a GPU",
+)
+
+
+@needs_graphs
+def test_each_launch_of_generated_code_computes_the_nodes_of_its_call_site() -> None:
+    annotation = read("compiled")
+    found = origins(annotation, gap="launched_outside_dispatcher")
+    assert set(map(frozenset, found.values())) == {frozenset({"inductor_kernel"})}
+    nodes = annotation.relations.merge(annotation.fused_nodes, on="sequence").groupby("launch").size()
+    assert len(nodes) == len(found)
+    assert nodes.max() > 2
+
+
+@needs_graphs
+def test_each_record_of_a_replayed_compiled_graph_is_related_to_the_graph() -> None:
+    found = origins(read("reduce_overhead"), gap="graph_replay")
+    assert set(map(frozenset, found.values())) == {frozenset({"inductor_graph"})}

@@ -50,6 +50,14 @@ class Classifier(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Compiled(Classifier):
+    """Its network is compiled before the fit, and runs as generated code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net)
+
+
 class Queueing(Classifier):
     """Each step leaves the device some milliseconds of work behind."""
 
@@ -414,4 +422,28 @@ def test_modules_of_a_fit_are_known_on_the_gpu(main_job: tuple[str, str], check:
         "the same fit; named_modules() of the LightningModule that launch anything",
         {"backward": ["net.0", "net.1", "net.2", "net.3"], "forward": ["net.0", "net.1", "net.2", "net.3"]},
         dict(sorted(found.items())),
+    )
+
+
+def test_a_fit_of_a_compiled_model_has_its_nodes_in_the_run(
+    tmp_path: Path, mlflow_sqlite: str, check: Check
+) -> None:
+    torch._dynamo.reset()
+    run_id = fit(Compiled(), telemetry(fused=True), tmp_path, mlflow_sqlite)
+    torch._dynamo.reset()
+    annotation = only_annotation(run_id, mlflow_sqlite)
+    launches = annotation.launches
+    generated = launches[launches["launch_name"].astype(str).str.startswith("triton_")]
+    relations = annotation.relations
+    related = set(relations[relations["origin"] == "inductor_kernel"]["launch"])
+    check(
+        "a fit of a compiled model, fused=True",
+        "Lightning fit; launches whose kernels Inductor named, read back from MLflow",
+        {"some": True, "without nodes": 0, "without module": 0, "unknown phase": 0},
+        {
+            "some": len(generated) > 0,
+            "without nodes": len(set(generated["launch"]) - related),
+            "without module": int(generated["module"].isna().sum()),
+            "unknown phase": int(launches["phase"].isna().sum()),
+        },
     )

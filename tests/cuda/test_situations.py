@@ -250,3 +250,33 @@ def test_a_product_under_autocast_with_an_empty_set(check: Check) -> None:
             "unattributed": annotation.manifest.counts["unattributed"].value,
         },
     )
+
+
+def test_module_tracking_changes_no_launch(check: Check) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, 64, device="cuda")
+
+    def program() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    plain = recorded(program)
+    with record_kernels(model=model) as recording:
+        program()
+    tracked = recording.annotation
+    columns = ["launch_name", "stream", "kind", "step", "bytes", "grid", "block"]
+    lists = [one.launch_table.select(columns).to_pylist() for one in (plain, tracked)]
+    check(
+        "module tracking changes no launch",
+        "a training step with and without model=; the launches in order, with grid, block, stream and bytes",
+        {"launches": len(lists[0]), "same list": True, "with a module": 0},
+        {
+            "launches": len(lists[1]),
+            "same list": lists[0] == lists[1],
+            "with a module": int(plain.launches["module"].notna().sum()),
+        },
+    )
+    assert set(tracked.launches["module"].dropna()) == {"0", "1", "2", "3"}
