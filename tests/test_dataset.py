@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,8 +20,9 @@ from tlk_tracking.dataset import collect_runs, find_annotations, open_dataset, o
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.manifest import MANIFEST_FILE, decode_manifest, encode_manifest
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "count_kernels.py"
 RUNS = ("a", "b")
-# The whole thousand takes a minute: TLK_ANNOTATIONS=1000.
+# The whole thousand: TLK_ANNOTATIONS=1000.
 ANNOTATIONS = int(os.environ.get("TLK_ANNOTATIONS", "48"))
 
 
@@ -121,30 +125,35 @@ def many(pair: list[KernelAnnotation], root: Path, count: int) -> None:
         shutil.rmtree(source)
 
 
-@pytest.mark.filterwarnings("default")  # Dask's and its dependencies' own
 def test_a_cluster_of_two_workers_counts_kernels_over_many_annotations(
     pair: list[KernelAnnotation], tmp_path: Path
 ) -> None:
-    from dask.distributed import Client, LocalCluster
-
     many(pair, tmp_path, ANNOTATIONS)
     sample = next(tmp_path.glob("run_000/window_*/rank_1"))
     assert load_annotation(sample).manifest.rank == 1
     assert (sample / LAUNCHES_FILE).stat().st_nlink > 1
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster),
-    ):
-        launches = open_with_dask(
-            tmp_path, columns=["launch_name", "kind", "step"], annotations_per_partition=16
-        )
-        assert launches.npartitions == -(-ANNOTATIONS // 16)
-        kernels = launches[(launches["kind"] == "kernel") & launches["step"].notnull()]
-        counted = kernels.groupby("launch_name").size().compute()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     expected: Counter[str] = Counter()
     for rank, annotation in enumerate(pair):
         times = len([number for number in range(ANNOTATIONS) if number % 2 == rank])
         for row in annotation.launch_table.to_pylist():
             if row["kind"] == "kernel" and row["step"] is not None:
                 expected[row["launch_name"]] += times
-    assert dict(counted) == dict(expected)
+    assert json.loads(done.stdout) == {
+        "annotations": ANNOTATIONS,
+        "annotations with lower bounds": 0,
+        "kernels": dict(expected),
+    }
+
+
+def test_a_dask_frame_has_a_part_for_each_group_of_annotations(root: Path) -> None:
+    frame = open_with_dask(root, columns=["run", "rank", "step"], annotations_per_partition=3)
+    assert frame.npartitions == 2
+    assert len(frame) == open_dataset(root).count_rows()
