@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from tlk_tracking import inductor_private
 from tlk_tracking.fused_kernels import FusedKernels, _call_sites
-from tlk_tracking.fused_notes import GraphNotes, decode_window_notes
+from tlk_tracking.fused_notes import GraphNotes, decode_window_notes, encode_notes
 
 SESSION = "c0ffee00"
 
@@ -199,3 +200,44 @@ def test_an_error_of_ours_fails_no_compilation(monkeypatch: pytest.MonkeyPatch) 
     kernels._note(object(), torch.fx.GraphModule({}, torch.fx.Graph()))
     assert isinstance(kernels.fault, ZeroDivisionError)
     assert kernels.notes() == ()
+
+
+def test_an_inductor_without_provenance_is_left_as_it_is_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    undone: list[str] = []
+
+    def missing(**_: object) -> inductor_private.Undo:
+        raise AttributeError("no post_compile")
+
+    monkeypatch.setattr(
+        "tlk_tracking.fused_kernels.turn_provenance_on", lambda: lambda: undone.append("level")
+    )
+    monkeypatch.setattr("tlk_tracking.fused_kernels.watch_graphs", missing)
+    with caplog.at_level("WARNING"), FusedKernels() as kernels:
+        kernels.attach(SESSION)
+    assert undone == ["level"]
+    assert [record.message for record in caplog.records] == [
+        "this Inductor keeps no provenance (no post_compile): compiled code stays without nodes"
+    ]
+    assert kernels.fault is None
+
+
+def test_graphs_that_are_gone_are_forgotten() -> None:
+    class Graph:
+        """Stands for Inductor's object of a compiled graph."""
+
+        current_callable = None
+
+    kernels = FusedKernels()
+    first, second = Graph(), Graph()
+    for graph in (first, second):
+        setattr(
+            graph, inductor_private.NOTES, encode_notes(GraphNotes(number=0, key=None, nodes=(), handles={}))
+        )
+        kernels._register(graph)
+    del first, graph
+    gc.collect()
+    kernels.attach(SESSION)
+    kernels.detach()
+    assert [graph.number for graph in kernels._graphs] == [1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import bisect
+import itertools
 import json
+import logging
 import re
 import sys
 import weakref
@@ -31,6 +33,8 @@ from tlk_tracking.inductor_private import (
 )
 from tlk_tracking.records import MARKER_PREFIX
 from tlk_tracking.torch_private import NamedRange, skip_in_dynamo
+
+_log = logging.getLogger(__name__)
 
 _HANDLE = re.compile(r"\s*# \[Provenance debug handles\] .*:(\d+)\s*")
 
@@ -61,14 +65,20 @@ class FusedKernels:
     def __init__(self) -> None:
         self.fault: Exception | None = None
         self._graphs: list[_Graph] = []
+        self._next_number = itertools.count().__next__
         self._prefix: str | None = None
         self._undo: list[Undo] = []
 
     def install(self) -> None:
         """Turn Inductor's provenance on and take note of every graph from now on."""
-        if not self._undo:
+        if self._undo:
+            return
+        try:
             self._undo.append(turn_provenance_on())
             self._undo.append(watch_graphs(made=self._note, ready=self._register))
+        except (ImportError, AttributeError) as error:
+            self.remove()
+            _log.warning("this Inductor keeps no provenance (%s): compiled code stays without nodes", error)
 
     def remove(self) -> None:
         """Put Inductor back as it was; does nothing the second time."""
@@ -86,6 +96,8 @@ class FusedKernels:
     def attach(self, session: str) -> None:
         """Put a range of this session around each launch of generated code."""
         self._prefix = f"{MARKER_PREFIX}{session}"
+        # Not sooner: two graphs of the same code share one module, and so the ranges that are on.
+        self._graphs = [graph for graph in self._graphs if graph.compiled() is not None]
         for graph in self._graphs:
             self._put_proxies(graph)
 
@@ -125,7 +137,7 @@ class FusedKernels:
             if notes is None:
                 return  # an old cache entry
             graph = _Graph(
-                number=len(self._graphs), compiled=weakref.ref(compiled), notes=notes, names=names or {}
+                number=self._next_number(), compiled=weakref.ref(compiled), notes=notes, names=names or {}
             )
             if names is not None:
                 graph.sites, graph.launchers = _call_sites(

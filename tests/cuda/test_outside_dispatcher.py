@@ -60,19 +60,35 @@ def test_a_kernel_of_another_library(check: Check) -> None:
     kernel = cupy.RawKernel('extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }', "twice")
     x = torch.ones(64, device="cuda")
 
+    class Foreign(nn.Module):
+        def forward(self, x: torch.Tensor) -> None:
+            kernel((1,), (64,), (cupy.asarray(x),))
+
+    model = nn.Sequential(Foreign())
+
     def program() -> None:
         x.add_(1)
-        kernel((1,), (64,), (cupy.asarray(x),))
+        model(x)
 
-    annotation = recorded(program)
+    program()
+    with record_kernels(model=model) as recording:
+        program()
+    annotation = recording.annotation
+    launch = annotation.launches[annotation.launches["gap"] == "launched_outside_dispatcher"].iloc[0]
     check(
         "a kernel of another library",
         "an addition, then a CuPy RawKernel; from the program",
-        {"launches": 2, "attributed": 1, "gaps": {"launched_outside_dispatcher": 1}},
+        {
+            "launches": 2,
+            "attributed": 1,
+            "gaps": {"launched_outside_dispatcher": 1},
+            "its place": ("forward", "0", 0),
+        },
         {
             "launches": annotation.manifest.counts["launches"].value,
             "attributed": annotation.manifest.counts["attributed"].value,
             "gaps": gaps(annotation),
+            "its place": (launch["phase"], launch["module"], launch["step"]),
         },
     )
     assert float(x[0]) == float(x[-1])
