@@ -191,22 +191,22 @@ def permission_line() -> Line:
 
 
 def lightning_line() -> Line:
-    """Say which of the two Lightning packages there is."""
-    versions = {name: _installed(name) for name in ("lightning", "pytorch-lightning")}
-    found = [f"{name} {number}" for name, number in versions.items() if number is not None]
-    if not found:
+    """Say which of the two Lightning packages there is; `lightning` brings its twin along."""
+    versions = {name: number for name in ("lightning", "pytorch-lightning") if (number := _installed(name))}
+    found = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if not versions:
         return note(
             Subject.LIGHTNING,
             "neither lightning nor pytorch-lightning",
             "pip install lightning for the callback; record_kernels() needs none",
         )
-    if len(found) == 2:
+    if len(set(versions.values())) == 2:
         return note(
             Subject.LIGHTNING,
-            ", ".join(found),
-            "import Trainer and MLFlowLogger from the same one of the two",
+            found,
+            "import Trainer, callbacks and MLFlowLogger from the same one of the two",
         )
-    return ok(Subject.LIGHTNING, found[0])
+    return ok(Subject.LIGHTNING, found)
 
 
 def mlflow_line() -> Line:
