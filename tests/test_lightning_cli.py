@@ -28,3 +28,19 @@ def test_the_callback_comes_in_by_its_class_path(package: str, mlflow_sqlite: st
     (run,) = client.search_runs([experiment.experiment_id])
     (annotation,) = load_run(run.info.run_id, mlflow_sqlite).annotations
     assert annotation.complete_steps == (12, 13, 14)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"), [([], (0,)), (["zero"], (0,)), (["all"], "all"), (["[2, 0]"], (0, 2))]
+)
+def test_ranks_go_through_a_configuration_and_back(given: list[str], chosen: object) -> None:
+    from jsonargparse import ArgumentParser
+
+    from tlk_tracking.callbacks import KernelTelemetry
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(KernelTelemetry, "telemetry")
+    configuration = parser.parse_args([f"--telemetry.ranks={value}" for value in given])
+    again = parser.parse_string(parser.dump(configuration))
+    assert again == configuration
+    assert parser.instantiate_classes(again).telemetry._ranks == chosen
