@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 )
 @click.option("--window", type=int, help="First step of the window to show [the last one].")
 @click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
-@click.option("--ranks", is_flag=True, help="Show all ranks of the window side by side, and where they differ.")
+@click.option(
+    "--ranks", is_flag=True, help="Show all ranks of the window side by side, and where they differ."
+)
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
 @click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
 def command(
