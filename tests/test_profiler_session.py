@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,21 @@ from tlk_tracking.errors import RecordingError
 from tlk_tracking.profiler_session import ProfilerSession
 from tlk_tracking.torch_private import NamedRange, profiled_here, profiler_flag
 
+_made: list[ProfilerSession] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all() -> Iterator[None]:
+    """Close what a failed test left open, so that the next one is judged by itself."""
+    yield
+    while _made:
+        _made.pop().close()
+
 
 def session() -> ProfilerSession:
-    return ProfilerSession(device=False, synchronize=True)
+    made = ProfilerSession(device=False, synchronize=True)
+    _made.append(made)
+    return made
 
 
 def started() -> ProfilerSession:
@@ -142,7 +156,7 @@ def test_another_profiler_that_begins_in_our_warm_up_keeps_its_session() -> None
     made.prepare(steps=1)
     opened = theirs()
     opened.start()
-    with pytest.raises(RecordingError, match="began to run during the warm-up"):
+    with pytest.raises(RecordingError, match="another torch profiler is running"):
         made.start()
     made.close()
     assert record(opened) == 1
@@ -160,19 +174,33 @@ def test_another_profiler_that_begins_while_we_record_keeps_its_session(tmp_path
     assert a_plain_session_works()
 
 
-@pytest.mark.parametrize("run", [lambda action: action(), in_thread], ids=["same thread", "other thread"])
-def test_a_session_that_was_taken_over_and_left_is_cleared_away(
-    run: Callable[[Callable[[], object]], None], tmp_path: Path
-) -> None:
+def test_a_session_that_was_taken_over_and_left_is_cleared_away(tmp_path: Path) -> None:
     made = started()
+    opened = theirs()
+    opened.start()
+    assert record(opened) == 1
+    with pytest.raises(RecordingError, match="took the session over"):
+        made.stop(tmp_path / "trace.json")
+    assert a_plain_session_works()
+
+
+def test_a_session_that_another_threads_profiler_met_is_whole_or_cleared_away(tmp_path: Path) -> None:
+    made = started()
+    met: list[object] = []
 
     def use_their_own() -> None:
         opened = theirs()
-        opened.start()
-        assert record(opened) == 1
+        try:
+            opened.start()
+            met.append(record(opened))
+        except RuntimeError as error:
+            met.append(str(error))
 
-    run(use_their_own)
-    with pytest.raises(RecordingError, match="took the session over"):
+    in_thread(use_their_own)
+    # torch 2.11 lets no second thread begin while a session of another thread is on, whosever that is.
+    kept = met == ["Can't disable Kineto profiler when it's not running"]
+    assert kept or met == [1]
+    with contextlib.nullcontext() if kept else pytest.raises(RecordingError, match="took the session over"):
         made.stop(tmp_path / "trace.json")
     assert a_plain_session_works()
 
@@ -197,31 +225,43 @@ def test_a_session_whose_thread_is_gone_can_be_closed() -> None:
     assert a_plain_session_works()
 
 
-def test_a_session_that_failed_to_prepare_does_not_block_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: profile) -> None:
+@pytest.mark.parametrize("part", ["prepare_trace", "start_trace", "stop_trace"])
+def test_whatever_torch_raises_the_next_window_finds_the_place_free(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = getattr(profile, part)
+
+    def refuse_once(self: profile) -> None:
+        monkeypatch.setattr(profile, part, real)
         raise RuntimeError("no CUPTI today")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(profile, "prepare_trace", refuse)
-        with pytest.raises(RuntimeError, match="no CUPTI today"):
-            session().prepare(steps=1)
+    monkeypatch.setattr(profile, part, refuse_once)
+    made = session()
+    made.prepare(steps=1)
+    with contextlib.suppress(RuntimeError):
+        made.start()
+        made.stop(tmp_path / "trace.json")
+    assert getattr(profile, part) is real
+    assert not profiled_here()
+    assert not profiler_flag()
+    made.close()
     started().close()
     assert a_plain_session_works()
 
 
-def test_a_session_that_failed_to_start_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = session()
-    made.prepare(steps=1)
+def test_a_session_makes_torch_warn_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch 2.11 gives its advice once in a process, to whoever is first.
+    monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set(), raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        started().stop(tmp_path / "trace.json")
 
-    def refuse(self: profile) -> None:
-        raise RuntimeError("no CUPTI today")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(profile, "start_trace", refuse)
-        with pytest.raises(RuntimeError, match="no CUPTI today"):
-            made.start()
-    made.close()
-    assert a_plain_session_works()
+def test_no_event_is_made_a_python_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.autograd.profiler.profile, "_ensure_function_events", lambda _: pytest.fail("events are made")
+    )
+    started().stop(tmp_path / "trace.json")
 
 
 def test_no_session_begins_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

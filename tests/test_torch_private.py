@@ -57,11 +57,11 @@ def test_the_profiler_flag_is_torchs_own() -> None:
 
 
 def test_another_session_overwrites_our_flag() -> None:
-    torch_private.set_profiler_flag(torch_private.PREPARED)
-    assert not torch_private.profiler_flag()
+    torch_private.set_profiler_flag(torch_private.RUNNING)
+    assert torch_private.profiler_flag()
     with profile(activities=[ProfilerActivity.CPU]):
         assert torch_private.profiler_flag() is not torch_private.RUNNING
-    assert torch_private.profiler_flag() is not torch_private.PREPARED
+    assert torch_private.profiler_flag() is False
 
 
 def test_the_dispatch_mode_stack_has_the_innermost_mode_last() -> None:
@@ -160,15 +160,3 @@ def test_hidden_global_hooks_are_not_warned_of_and_others_are() -> None:
     back = bool(hooks._has_any_global_hook())
     mine.remove()
     assert (hidden, shown, back) == (False, True, True)
-
-
-def test_a_session_is_prepared_without_advice_and_the_users_is_advised_as_ever(tmp_path: Path) -> None:
-    from torch.profiler import profiler
-
-    told = set(profiler._WARNINGS_SHOWN)
-    session = profile(activities=[ProfilerActivity.CPU])
-    torch_private.prepare_quietly(session)
-    torch_private.prepare_quietly(session)
-    session.start_trace()
-    session.stop_trace()
-    assert told == profiler._WARNINGS_SHOWN

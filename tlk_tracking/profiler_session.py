@@ -1,7 +1,8 @@
-"""Own torch.profiler: prepare, start, stop, write the trace; never disturb a profiler that is not ours."""
+"""Own torch.profiler: reserve, start, stop, write the trace; never disturb a profiler that is not ours."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -13,9 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from tlk_tracking.errors import RecordingError
 from tlk_tracking.torch_private import (
-    PREPARED,
     RUNNING,
-    prepare_quietly,
     profiled_here,
     profiler_flag,
     session_options,
@@ -28,7 +27,6 @@ _STEPS_OF_OTHERS = 4
 
 class _State(Enum):
     NEW = auto()
-    PREPARED = auto()
     STARTING = auto()
     RUNNING = auto()
     CLOSED = auto()
@@ -37,9 +35,10 @@ class _State(Enum):
 class ProfilerSession:
     """One session of torch.profiler; the only place that starts or stops it.
 
-    A process has one of these open at a time. Torch keeps one session for a whole process and, on a second one,
-    silently gives it the first one's events; stopping a session that was taken over can even crash. So a session
-    that finds another profiler's traces leaves everything alone.
+    A process has one of these open at a time. Torch keeps one session for a whole process. A second one silently gets
+    the first one's events, and stopping a session that was taken over can even crash; so a session that finds another
+    profiler's traces leaves everything alone. Where one is merely prepared, torch 2.11 lets no other begin, in the
+    user's own code: ours is prepared only in the moment in which it starts.
     """
 
     def __init__(self, *, device: bool, synchronize: bool) -> None:
@@ -49,6 +48,7 @@ class ProfilerSession:
         self._profile: profile | None = None
         self._stopped: profile | None = None
         self._has_turn = False
+        self._steps = 0
         self._owner = threading.get_ident()
         self._process = os.getpid()
 
@@ -63,15 +63,15 @@ class ProfilerSession:
         Raises:
             RecordingError: another profiler runs or will run by then, or another window of this process is open.
         """
-        self._refuse_if_busy(steps)
+        self._steps = steps
+        self._refuse_if_busy()
         self._has_turn = _ONE_AT_A_TIME.acquire(blocking=False)
         if not self._has_turn:
             raise RecordingError("another window of this process is open; one is recorded at a time")
         try:
-            self._prepare()
-            self._state = _State.PREPARED
+            self._warm_up()
         except BaseException:
-            self._leave()
+            self.close()
             raise
 
     def start(self) -> None:
@@ -80,21 +80,14 @@ class ProfilerSession:
         Raises:
             RecordingError: another profiler began to run, or a CUDA graph is being captured.
         """
-        if profiler_flag() is not PREPARED:
-            if profiler_flag():
-                self._leave()
-                raise RecordingError("another torch profiler began to run during the warm-up")
-            self._prepare()  # another profiler came and went; torch's preparation went with it
-        if is_capturing():
+        try:
+            self._refuse_if_busy()
+            if self._synchronize:
+                torch.cuda.synchronize()
+            self._begin()
+        except BaseException:
             self.close()
-            raise RecordingError("a CUDA graph is being captured; no session is started meanwhile")
-        if self._synchronize:
-            torch.cuda.synchronize()
-        assert self._profile is not None
-        self._state = _State.STARTING
-        self._profile.start_trace()
-        set_profiler_flag(RUNNING)
-        self._state = _State.RUNNING
+            raise
 
     def stop(self, trace: Path) -> None:
         """Stop recording after all that was launched has run, and write the Chrome trace.
@@ -138,48 +131,76 @@ class ProfilerSession:
         orphaned = self._owner not in {thread.ident for thread in threading.enumerate()}
         if threading.get_ident() != self._owner and not orphaned:
             return
-        opened = self._profile
-        if opened is None or self._state is _State.CLOSED:
-            self._leave()
-            return
         try:
-            flag = profiler_flag()
-            ours = flag is PREPARED or flag is RUNNING or self._state is _State.STARTING
-            if flag and not ours:
-                return  # another one runs: what torch held of our session went when that one began
-            if orphaned or not ours:
-                # It went with its thread, or with one that ran inside ours. To stop it now would crash; a
-                # session prepared anew can be stopped.
-                opened = self._make_profile()
-                prepare_quietly(opened)
-            if not profiled_here():
-                opened.start_trace()
-            try:
-                _stop_without_synchronizing(opened)
-            except BaseException:
-                if profiled_here():  # a Ctrl-C, say, that came before torch had stopped
-                    _stop_without_synchronizing(opened)
-                raise
+            # Torch may be unable to stop what another profiler took; all that is left to do then is to leave.
+            with contextlib.suppress(RuntimeError):
+                self._end(orphaned=orphaned)
         finally:
             self._leave()
 
+    def _warm_up(self) -> None:
+        """Run a session for nothing, once in a process: the first one is slow and can miss the first kernels."""
+        global _is_warm
+        if not _is_warm and self._device:
+            self._begin()
+            if self._synchronize:
+                torch.cuda.synchronize()
+            self._end(orphaned=False)
+            self._state = _State.NEW
+            _is_warm = True
+
+    def _begin(self) -> None:
+        self._state = _State.STARTING
+        self._profile = opened = self._make_profile()
+        try:
+            opened.prepare_trace()
+        except RuntimeError:
+            self._profile = None  # torch refuses: another one is prepared, and that one is not to be stopped
+            raise
+        opened.start_trace()
+        set_profiler_flag(RUNNING)
+        self._state = _State.RUNNING
+
+    def _end(self, *, orphaned: bool) -> None:
+        """Stop what is on of our session in torch."""
+        opened, flag = self._profile, profiler_flag()
+        if opened is None or self._state not in (_State.STARTING, _State.RUNNING):
+            return
+        ours = flag is RUNNING or self._state is _State.STARTING
+        if flag and not ours:
+            return  # another one runs: what torch held of our session went when that one began
+        if orphaned or not ours:
+            # It went with its thread, or with one that ran inside ours. To stop it now would crash; a session
+            # prepared anew can be stopped.
+            opened = self._make_profile()
+            with contextlib.suppress(
+                RuntimeError
+            ):  # torch 2.11 finds nothing to stop in this thread, and goes on
+                opened.prepare_trace()
+        if not profiled_here():
+            if opened.profiler is None:
+                return  # an interrupt came before torch had prepared anything
+            opened.start_trace()
+        try:
+            _stop_without_synchronizing(opened)
+        except BaseException:
+            if profiled_here():  # a Ctrl-C, say, that came before torch had stopped
+                _stop_without_synchronizing(opened)
+            raise
+
     def _make_profile(self) -> profile:
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._device else [ProfilerActivity.CPU]
-        return profile(activities=activities, experimental_config=session_options())
+        # acc_events: without it torch 2.11 warns the user of how sessions follow each other. Taken back at the end.
+        return profile(activities=activities, experimental_config=session_options(), acc_events=True)
 
-    def _prepare(self) -> None:
-        self._profile = self._make_profile()
-        prepare_quietly(self._profile)
-        set_profiler_flag(PREPARED)
-
-    def _refuse_if_busy(self, steps: int) -> None:
-        if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
+    def _refuse_if_busy(self) -> None:
+        if profiler_flag() is RUNNING:
             raise RecordingError("another window of this process is open; one is recorded at a time")
         if profiler_flag():
             raise RecordingError("another torch profiler is running; it is left alone")
         if is_capturing():
-            raise RecordingError("a CUDA graph is being captured; no session is prepared meanwhile")
-        if _another_is_scheduled(steps):
+            raise RecordingError("a CUDA graph is being captured; no session is begun meanwhile")
+        if _another_is_scheduled(self._steps):
             raise RecordingError(
                 "a torch.profiler.profile object with a schedule is in its warm-up or comes to it soon; "
                 "it is left alone (delete the object when it is done with)"
@@ -189,29 +210,10 @@ class ProfilerSession:
         self._state = _State.CLOSED
         self._profile = None
         if self._has_turn:
-            if profiler_flag() is PREPARED or profiler_flag() is RUNNING:
+            if profiler_flag() is RUNNING:
                 set_profiler_flag(False)
             self._has_turn = False
             _ONE_AT_A_TIME.release()
-
-
-def warm_start() -> None:
-    """Run a session for nothing, once in a process: the first one is slow and can miss the first kernels.
-
-    Raises:
-        RecordingError: as `ProfilerSession.prepare` and `start`.
-    """
-    global _is_warm
-    if _is_warm or not torch.cuda.is_available():
-        return
-    session = ProfilerSession(device=True, synchronize=True)
-    try:
-        session.prepare(steps=1)
-        session.start()
-        torch.cuda.synchronize()
-    finally:
-        session.close()
-    _is_warm = True
 
 
 def is_capturing() -> bool:
@@ -250,6 +252,7 @@ def _stop_without_synchronizing(opened: profile) -> None:
     # raise, and then the session would never be stopped.
     if opened.profiler is not None:
         opened.profiler.use_device = None
+        opened.profiler.acc_events = False  # it would make a Python object of each event
     opened.stop_trace()
 
 

@@ -17,7 +17,6 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import RecordingError
 from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.markers import call_table
-from tlk_tracking.profiler_session import warm_start
 from tlk_tracking.records import Phase, StepOutcome, WindowSource
 from tlk_tracking.torch_private import dispatch_mode_stack
 from tlk_tracking.window_recorder import WindowPlan, WindowRecorder
@@ -75,7 +74,6 @@ def record_kernels(
         world_size=torch.distributed.get_world_size() if distributed else 1,
     )
     recorder = WindowRecorder(plan, base=dispatch_mode_stack(), root=model, fused=fused)
-    warm_start()
     try:
         recorder.warm_up()
         recorder.begin_step(0, phase=Phase.FORWARD)

@@ -13,8 +13,6 @@ from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch._ops import OpOverload
 from torch.autograd import profiler as autograd_profiler
 from torch.nn.modules import module as module_hooks
-from torch.profiler import profile
-from torch.profiler import profiler as profiler_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # A named profiler range as a context manager; it does not go through the dispatcher.
@@ -37,7 +35,6 @@ class SessionFlag(int):
     """
 
 
-PREPARED = SessionFlag(0)
 RUNNING = SessionFlag(1)
 
 
@@ -88,29 +85,6 @@ def session_options() -> _ExperimentalConfig | None:
         return _ExperimentalConfig(trace_only=True)
     except TypeError:
         return None
-
-
-class _Everything:
-    """A set that holds whatever one asks it for."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-
-def prepare_quietly(session: profile) -> None:
-    """Prepare a session without torch's advice on events of earlier cycles, which 2.11 gives to whoever is first.
-
-    Nothing is done to Python's warnings; a session of the user's is advised as ever.
-    """
-    told = getattr(profiler_module, "_WARNINGS_SHOWN", None)
-    if told is None:
-        session.prepare_trace()
-        return
-    profiler_module._WARNINGS_SHOWN = _Everything()  # type: ignore[assignment]  # torch only asks what it holds
-    try:
-        session.prepare_trace()
-    finally:
-        profiler_module._WARNINGS_SHOWN = told
 
 
 def record_functions_off() -> None:
