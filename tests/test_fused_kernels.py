@@ -18,6 +18,9 @@ from tlk_tracking import inductor_private
 from tlk_tracking.fused_kernels import FusedKernels, _call_sites
 from tlk_tracking.fused_notes import GraphNotes, decode_window_notes, encode_notes
 
+# Half a minute of compiling on two idle cores, several on busy ones.
+pytestmark = pytest.mark.timeout(480)
+
 SESSION = "c0ffee00"
 
 # Trains a small compiled model, in a process of its own, so that Inductor's cache is first cold and then warm.
