@@ -43,4 +43,4 @@ def test_ranks_go_through_a_configuration_and_back(given: list[str], chosen: obj
     configuration = parser.parse_args([f"--telemetry.ranks={value}" for value in given])
     again = parser.parse_string(parser.dump(configuration))
     assert again == configuration
-    assert parser.instantiate_classes(again).telemetry._ranks == chosen
+    assert KernelTelemetry(**again.telemetry.as_dict())._ranks == chosen
