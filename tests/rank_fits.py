@@ -1,7 +1,7 @@
 """Run Lightning fits on several ranks: `python rank_fits.py PLAN.json RANKS ...` runs these ranks of a world.
 
-The plan is a Plan as JSON, RANKS such as 0,1; more worlds may follow. One process is forked for each rank, so that
-imports are paid once.
+The plan is a Plan as JSON, RANKS such as 0,1; more worlds may follow. One process is forked for each of several
+ranks, so that imports are paid once.
 Each rank writes `FOLDER/NAME.rank_N.json` after each fit. Also a program for torchrun and for Lightning's own
 launchers, with which the rank comes from the environment: then RANKS is `env`.
 """
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -234,22 +234,27 @@ def _fork_ranks(plan: Plan, ranks: list[int]) -> None:
     for rank in ranks:
         child = os.fork()
         if child == 0:
-            os.environ |= {
-                "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(plan.world_size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.port),
-            }  # fmt: skip
-            status = 1
-            try:
-                run_rank(plan, rank)
-                status = 0
-            except BaseException as error:  # noqa: BLE001 - the child ends here whatever happens
-                sys.stderr.write(f"rank {rank}: {error!r}\n")
-            sys.stderr.flush()
-            os._exit(status)  # an exit as usual waits for peers that may be gone
+            _run_alone(plan, rank)
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(statuses):
         sys.stderr.write(f"ranks {ranks} ended with {statuses}\n")
+
+
+def _run_alone(plan: Plan, rank: int) -> NoReturn:
+    """Be this rank and nothing more; an exit as usual would wait for peers that may be gone."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(plan.world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.port),
+    }  # fmt: skip
+    status = 1
+    try:
+        run_rank(plan, rank)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 - it ends here whatever happens
+        sys.stderr.write(f"rank {rank}: {error!r}\n")
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:
@@ -259,6 +264,8 @@ def main() -> None:
         plan = Plan(**json.loads(Path(path).read_text()))
         if ranks == "env":
             run_rank(plan, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+        elif ranks.isdecimal():  # a process that has asked for GPUs may not be forked
+            _run_alone(plan, int(ranks))
         else:
             _fork_ranks(plan, [int(rank) for rank in ranks.split(",")])
 

@@ -22,7 +22,9 @@ from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry, l
 
 PROGRAM = Path(__file__).parent / "rank_fits.py"
 TELEMETRY = {"ranks": "all", "upload_timeout_s": 60.0}
-FIRST = 3  # the windows' steps are 3 and 4
+FIRST = 3  # the window's steps are 3 and 4
+# A second window comes due with step 6, but for the clock.
+TWO_WINDOWS = {"every_n_steps": 3, "min_interval_s": 1000.0}
 LIMIT_S = 160
 # Nothing may wait for longer after a rank is gone.
 HANG_S = 30
@@ -107,7 +109,8 @@ def worlds(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict
         {"name": "no run", "telemetry": TELEMETRY, "has_run": False},
         {"name": "no such rank", "telemetry": TELEMETRY | {"ranks": [0, 4]}},
         {"name": "all", "telemetry": TELEMETRY},
-        {"name": "some", "telemetry": TELEMETRY | {"ranks": [0, 2]}, "strategy": "fsdp2"},
+        {"name": "some", "telemetry": TELEMETRY | TWO_WINDOWS | {"ranks": [0, 2]}, "strategy": "fsdp2"},
+        {"name": "zero", "telemetry": TELEMETRY | TWO_WINDOWS | {"ranks": "zero"}},
         {
             "name": "offline", "telemetry": TELEMETRY | {"ranks": [0, 3], "upload_timeout_s": 10.0},
             "fault": {"rank": 3, "kind": "offline"},
@@ -178,12 +181,22 @@ def test_the_metrics_are_those_of_rank_0_alone(four: World) -> None:
 def test_ranks_that_are_named_record_under_fsdp_and_others_do_not(four: World) -> None:
     assert {said["ended"] for said in four.said("some").values()} == {"well"}, four.output[-3000:]
     run = four.run("some")
-    assert recorded(run) == {0: BOTH_STEPS, 2: BOTH_STEPS}
+    assert [list(window.ranks) for window in run.windows] == [[0, 2], [0, 2]]
     assert run.rank_gaps == ()
     assert own_tags(run)["tlk.recording_ranks"] == "0,2"
-    (window,) = run.windows
-    operators = set(window.ranks[2].aten_calls["operator"].astype(str))
+    operators = set(run.windows[0].ranks[2].aten_calls["operator"].astype(str))
     assert any(name.startswith("c10d._reduce_scatter") for name in operators), " ".join(sorted(operators))
+
+
+def test_steps_alone_decide_where_several_ranks_record_and_the_clock_too_where_one_does(four: World) -> None:
+    """Each rank has a clock of its own, and windows open on all ranks or on none."""
+    of_two = [(each.manifest.window.first_step, each.manifest.rank) for each in four.run("some").annotations]
+    assert of_two == [(FIRST, 0), (FIRST, 2), (FIRST + 3, 0), (FIRST + 3, 2)]
+    run = four.run("zero")
+    assert recorded(run) == {0: BOTH_STEPS}
+    assert own_tags(run) == {
+        "tlk.lower_bound/rank_0": "true", "tlk.recording_ranks": "0", "tlk.world_size": "4",
+    }  # fmt: skip
 
 
 def test_without_a_run_every_rank_says_so_and_none_waits(four: World) -> None:

@@ -132,7 +132,7 @@ def plain_work(world: World, kind: str, rank: int) -> dict[int, Counter[Work]]:
     for record in read_records(world.folder / f"{kind} profiler.rank_{rank}.trace.json"):
         if record.step is not None:
             counted.setdefault(record.step, Counter())[record.work] += 1
-    return counted
+    return dict(sorted(counted.items()))
 
 
 def seen_work(annotation: KernelAnnotation) -> dict[int, Counter[Work]]:
