@@ -327,6 +327,21 @@ def test_show_names_a_missing_rank(folder: Path, pair: Sequence[KernelAnnotation
     assert "missing: rank 1 was to record this window, and its annotation is not there" in said
 
 
+def test_show_names_what_other_windows_lack(folder: Path, pair: Sequence[KernelAnnotation]) -> None:
+    later = msgspec.structs.replace(pair[1].manifest.window, first_step=50)
+    alone = with_facts(pair[1], window=later)
+    alone.save(folder / alone.folder_name)
+    said = " ".join(run_tlk("show", str(folder), "--window", "2").split())
+    assert "missing in other windows: window_000050_dd000000/rank_0" in said
+    result = CliRunner().invoke(tlk, ["compare", str(folder), str(folder), "--all-ranks"])
+    assert result.stderr.count("lacks window_000050_dd000000/rank_0") == 2
+
+
+def test_a_single_rank_of_several_is_shown_as_one(pair: Sequence[KernelAnnotation], tmp_path: Path) -> None:
+    with_facts(pair[0], recording_ranks=(0,)).save(tmp_path / "one")
+    assert "rank (numbers" not in run_tlk("show", str(tmp_path / "one"))
+
+
 def test_show_ranks_as_json(folder: Path, pair: Sequence[KernelAnnotation]) -> None:
     said = json.loads(run_tlk("show", str(folder), "--ranks", "--json"))
     assert sorted(said) == ["first_step", "missing", "ranks", "slowest", "spread", "world_size"]

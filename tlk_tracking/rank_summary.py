@@ -11,9 +11,10 @@ import numpy.typing as npt
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import ComparisonError
 from tlk_tracking.intervals import weakest
+from tlk_tracking.manifest import Manifest
 from tlk_tracking.rank_parts import RankPart, is_communication, part_rank
 from tlk_tracking.ranks import missing_ranks
-from tlk_tracking.records import Bound, WindowSource
+from tlk_tracking.records import Bound, WindowSource, window_folder
 
 MEASURES = ("launches", "device_time_ms")
 TABLES = ("total", "phase", "operator", "kernel", "communication")
@@ -107,6 +108,23 @@ def same_window(annotations: Iterable[KernelAnnotation], one: KernelAnnotation) 
     if one.manifest.source is WindowSource.IMPORT and len(ranks) == len(at_step):
         return at_step
     return [each for each in at_step if each.manifest.session == one.manifest.session]
+
+
+def missing_annotations(annotations: Iterable[KernelAnnotation]) -> tuple[str, ...]:
+    """Return `window_…/rank_…` of every annotation that others of its window say was to be recorded."""
+    windows: dict[tuple[int, str], list[Manifest]] = {}
+    for annotation in annotations:
+        manifest = annotation.manifest
+        windows.setdefault((manifest.window.first_step, manifest.session), []).append(manifest)
+    return tuple(
+        window_folder(first_step, session, rank)
+        for (first_step, session), manifests in sorted(windows.items(), key=lambda item: item[0])
+        for rank in missing_ranks(
+            manifests[0].recording_ranks,
+            world_size=manifests[0].world_size,
+            there={each.rank for each in manifests},
+        )
+    )
 
 
 def summarize_ranks(annotations: Iterable[KernelAnnotation]) -> RankSummary:

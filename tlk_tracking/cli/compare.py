@@ -121,13 +121,15 @@ def _open(
     ranks: Sequence[int] | Literal["all"] | None,
 ) -> list[list[KernelAnnotation]]:
     from tlk_tracking.comparison import choose_annotations
+    from tlk_tracking.rank_summary import missing_annotations
 
-    return [
-        choose_annotations(
-            open_target(target, tracking_uri=tracking_uri), windows=windows, ranks=ranks, of=target
-        )
-        for target in opening(targets)
-    ]
+    sides = []
+    for target in opening(targets):
+        annotations = open_target(target, tracking_uri=tracking_uri)
+        if ranks == "all" and (missing := missing_annotations(annotations)):
+            click.echo(f"{target} lacks {', '.join(missing)}", err=True)
+        sides.append(choose_annotations(annotations, windows=windows, ranks=ranks, of=target))
+    return sides
 
 
 def _print(comparison: Comparison, output: str | None, top: int) -> None:

@@ -28,6 +28,7 @@ def command(target: str, html: Path, window: int | None, rank: int | None, track
     annotation = choose(annotations, window=window, rank=rank)
     ranks = None
     if rank is None and annotation.manifest.world_size > 1:
-        ranks = summarize_ranks(same_window(annotations, annotation))
+        summary = summarize_ranks(same_window(annotations, annotation))
+        ranks = summary if len(summary.ranks) + len(summary.missing) > 1 else None
     write_page(html, render_report(annotation, ranks=ranks))
     click.echo(f"{html}: open it in a browser")

@@ -58,11 +58,9 @@ def command(
 
     print_annotation(annotation, top=top)
     if rank is None and annotation.manifest.world_size > 1:
-        from tlk_tracking.cli.show_ranks import print_ranks
-        from tlk_tracking.rank_summary import same_window, summarize_ranks
+        from tlk_tracking.cli.show_ranks import print_overview
 
-        print_ranks(summarize_ranks(same_window(annotations, annotation)))
-        click.echo("--ranks says where they differ")
+        print_overview(annotations, annotation)
     if len(annotations) > 1:
         others = ", ".join(a.folder_name for a in annotations if a is not annotation)
         click.echo(f"also in {target}: {others} (choose with --window and --rank)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +14,19 @@ from rich.text import Text
 from tlk_tracking.inert_text import short_kernel, visible
 from tlk_tracking.number_text import show_number
 from tlk_tracking.rank_parts import RankPart
-from tlk_tracking.rank_summary import RankSummary, Spread, say_missing, say_slowest
+from tlk_tracking.rank_summary import (
+    RankSummary,
+    Spread,
+    missing_annotations,
+    same_window,
+    say_missing,
+    say_slowest,
+    summarize_ranks,
+)
 from tlk_tracking.records import Bound
+
+if TYPE_CHECKING:
+    from tlk_tracking.annotation import KernelAnnotation
 
 _PLAIN_WIDTH = 100
 _TITLES = {"launches": "launches", "device_time_ms": "device ms"}
@@ -30,6 +42,18 @@ def as_json(summary: RankSummary) -> dict[str, object]:
         "spread": [asdict(row) for row in summary.spread],
         "slowest": None if summary.slowest is None else asdict(summary.slowest),
     }
+
+
+def print_overview(annotations: Sequence[KernelAnnotation], one: KernelAnnotation) -> None:
+    """Print the ranks of the window of `one`, if there are to be several, and what any window lacks."""
+    summary = summarize_ranks(same_window(annotations, one))
+    if len(summary.ranks) + len(summary.missing) > 1:
+        print_ranks(summary)
+        _console().print(Text("--ranks says where they differ"))
+    window = one.folder_name.partition("/")[0]
+    elsewhere = [name for name in missing_annotations(annotations) if not name.startswith(f"{window}/")]
+    if elsewhere:
+        _console().print(Text(f"missing in other windows: {', '.join(elsewhere)}", style="yellow"))
 
 
 def print_ranks(summary: RankSummary) -> None:
