@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,7 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tlk_tracking import window_carriers
+from tlk_tracking.callbacks import KernelTelemetry
+from tlk_tracking.destinations import Destination
+from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import GapReason
+from tlk_tracking.window_worker import WindowWorker
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -258,3 +265,42 @@ def test_a_compiled_model_is_compiled_as_often_and_computes_the_same(
     assert equal(recorded, plain)
     assert [gap for window in telemetry.facts() for gap in window.gaps] == []
     assert len(telemetry.facts()) == 3
+
+
+def test_training_connects_to_nothing_and_waits_for_windows_at_its_end_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[object] = []
+    waited: list[tuple[bool, float]] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda _, address: connected.append(address))
+    monkeypatch.setattr(window_carriers, "_PROGRAM", "fault_programs.silent_worker")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+    class Waits(WindowWorker):
+        def _wait_until(self, deadline: float) -> None:
+            waited.append((ended != [], round(deadline - time.monotonic())))
+
+    class Watched(KernelTelemetry):
+        def _make_worker(self, outbox: Outbox, destination: Destination) -> WindowWorker:
+            return Waits(outbox, destination, upload_timeout_s=self._upload_timeout_s)
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            super().on_train_end(trainer, pl_module)
+            ended.append(trainer.global_step)
+
+    ended: list[int] = []
+    telemetry = Watched(
+        every_n_steps=8,
+        skip_first=0,
+        min_interval_s=0.0,
+        upload_timeout_s=20.0,
+        outbox=tmp_path / "outbox",
+        run_id="a_run",
+        tracking_uri="http://127.0.0.1:1",
+    )
+    with pytest.warns(UserWarning, match="3 of 3 windows") as warned:
+        result(tmp_path, [telemetry], run=_plain)
+    assert connected == []
+    assert waited == [(True, 20)]
+    ours = [str(each.message) for each in warned if "kernel telemetry" in str(each.message)]
+    assert [str(tmp_path / "outbox") in text for text in ours] == [True]
