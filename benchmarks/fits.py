@@ -26,7 +26,7 @@ class _Module(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False, fused=False)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=True, fused=False)
 
 
 def fit(

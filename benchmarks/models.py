@@ -24,7 +24,7 @@ class Size:
 LAUNCH_BOUND = Size(layers=6, width=256, heads=8, batch=8, length=64)
 # As many calls on tensors so small that a CPU makes them as fast.
 CPU_BOUND = Size(layers=6, width=32, heads=2, batch=2, length=8)
-DEVICE_BOUND = Size(layers=8, width=1024, heads=16, batch=64, length=512)
+DEVICE_BOUND = Size(layers=8, width=1024, heads=16, batch=12, length=512)
 
 
 class Encoder(nn.Module):
@@ -48,7 +48,7 @@ def training_step(size: Size, device: str) -> tuple[nn.Module, Callable[[], None
     """Return a model and a function that does one whole training step on a fixed batch."""
     torch.manual_seed(0)
     model = Encoder(size).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True, fused=False)
     inputs = torch.randn(size.batch, size.length, size.width, device=device)
 
     def step() -> None:
