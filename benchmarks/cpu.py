@@ -168,7 +168,7 @@ def _table(medians: dict[str, dict[str, float]], report: dict[str, Any]) -> str:
     lines = [f"{'what':<22}{'seconds':>9}{'CPU s':>9}{'peak MB':>9}{'of tlk, CPU':>13}"]
     for label, row in medians.items():
         size = label.rsplit(" ", 1)[-1]
-        ours = medians.get(f"tlk {size}", medians.get("tlk 1x"))
+        ours = medians.get("tlk 1x" if size == "gz" or label == "gunzip" else f"tlk {size}")
         ratio = "" if ours is None else f"{row['cpu_seconds'] / ours['cpu_seconds']:.2f}"
         lines.append(
             f"{label:<22}{row['seconds']:>9.3f}{row['cpu_seconds']:>9.3f}{row['peak_mb']:>9.1f}{ratio:>13}"
