@@ -122,7 +122,10 @@ def _nvidia_smi() -> Hardware:
 
 def _tracking(uri: str | None, deadline_s: float, *, write: bool, environ: Mapping[str, str]) -> Line:
     own = {"MLFLOW_TRACKING_URI": uri} if uri is not None else {}
-    call = f"from tlk_tracking.mlflow_tracking import try_store; print(try_store(write={write}))"
+    call = (
+        "from tlk_tracking.mlflow_tracking import current_tracking_uri, try_store; "
+        f"print(try_store(write={write}), current_tracking_uri(), sep='\\n')"
+    )
     shown = visible(without_credentials(uri or environ.get("MLFLOW_TRACKING_URI") or "MLflow's own choice"))
     try:
         done = subprocess.run(
@@ -138,8 +141,8 @@ def _tracking(uri: str | None, deadline_s: float, *, write: bool, environ: Mappi
         advice = "training goes on all the same; `tlk upload` sends later"
         return fail(Subject.TRACKING, found, advice)
     if done.returncode == 0:
-        found = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-        return ok(Subject.TRACKING, f"{shown}: {visible(found)}")
+        *_, found, store = done.stdout.decode(errors="replace").splitlines()
+        return ok(Subject.TRACKING, f"{visible(without_credentials(store))}: {visible(found)}")
     return fail(
         Subject.TRACKING,
         f"{shown}: {_last_line(done.stderr).removeprefix('tlk_tracking.errors.TrackingError: ')}",

@@ -277,7 +277,8 @@ def try_store(tracking_uri: str | None = None, *, write: bool) -> str:
         return "no store yet; the first run makes it"
     with _as_tracking_errors(None, tracking_uri):
         client = mlflow.MlflowClient(tracking_uri=uri)
-        experiments = client.search_experiments(max_results=1)
+        experiments = client.search_experiments(filter_string="name = 'Default'", max_results=1)
+        experiments = experiments or client.search_experiments(max_results=1)
         if not write or not experiments:
             return "answers, not written to"
         run_id = client.create_run(experiments[0].experiment_id, run_name="tlk doctor").info.run_id
