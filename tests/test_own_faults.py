@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from fault_cells import SCHEDULE, STEPS, Cell, Where, plain_profiler_events, run_cell, surroundings
 from lightning.pytorch import Trainer
+from soak_figures import SOAK, TIMEOUT_S, tell
 
 import tlk_tracking
 import tlk_tracking.callbacks
@@ -29,12 +29,12 @@ from tlk_tracking.window_carriers import Begin
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.timeout(3600 if "TLK_SOAK" in os.environ else 180),
+    pytest.mark.timeout(TIMEOUT_S),
 ]
 
 OURS = tuple(str(Path(module.__file__ or "").parent) for module in (tlk_tracking, tlk_tracking.callbacks))
-# Each line is one fit. scripts/soak takes every line.
-EVERY = 1 if "TLK_SOAK" in os.environ else 40
+# Each line is one fit. scripts/soak takes more of them.
+EVERY = 4 if SOAK else 40
 # What stands around all the rest: a fault of its own lines nobody catches.
 GUARDS = {
     "_guarded.<locals>.run",
@@ -44,7 +44,15 @@ GUARDS = {
     "KernelTelemetry._leave",
     "CallMarkers.__torch_dispatch__",
     "ProfilerSession._leave",
+    "_OptimizerPhase._before",
+    "_OptimizerPhase._after",
+    "_OptimizerPhase._enter",
+    "_OptimizerPhase._outside.<locals>.run",
+    "ModuleTracker._before",
+    "ModuleTracker._after",
 }
+# A tensor that cannot be described has unknown inputs, and nobody is warned.
+UNKNOWN = {"CallMarkers._describe", "CallMarkers._learn_kind", "_describe_subclass"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +174,14 @@ def test_a_fault_of_ours_at_any_line_is_one_warning(tmp_path: Path, caplog: pyte
             assert "aten::mm" in plain_profiler_events()
             _check_outbox(folder / "outbox")
             warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-            assert len(warned) == len(raised), warned
+            # A second one says where the files of windows are that the fault kept back.
+            warned = [text for text in warned if "`tlk upload" not in text]
+            expected = [len(raised)] if line.function not in UNKNOWN else [0, 1]
+            assert len(warned) in expected, warned
         except (Exception, SystemExit) as error:  # noqa: BLE001 - all of them are told of below
             wrong.append(f"{line}: {type(error).__name__}: {str(error)[:300]}")
             _put_right()
+    tell("faults of our own", lines=len(lines), harmful=len(wrong))
     assert wrong == [], "\n".join(wrong)
 
 
@@ -196,4 +208,5 @@ def test_a_ctrl_c_at_any_line_of_ours_ends_the_fit_as_ever(tmp_path: Path) -> No
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             wrong.append(f"{line}: {type(error).__name__}: {str(error)[:300]}")
             _put_right()
+    tell("Ctrl-C at lines of ours", lines=len(lines), harmful=len(wrong))
     assert wrong == [], "\n".join(wrong)

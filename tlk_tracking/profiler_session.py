@@ -135,8 +135,11 @@ class ProfilerSession:
             # Torch may be unable to stop what another profiler took; all that is left to do then is to leave.
             with contextlib.suppress(RuntimeError):
                 self._end(orphaned=orphaned)
-        finally:
-            self._leave()
+        except BaseException:
+            if not profiled_here():
+                self._leave()  # else a Ctrl-C, say, came before torch had stopped: whoever closes next stops it
+            raise
+        self._leave()
 
     def _warm_up(self) -> None:
         """Run a session for nothing, once in a process: the first one is slow and can miss the first kernels."""

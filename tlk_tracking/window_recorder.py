@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tlk_tracking.records import (
 )
 from tlk_tracking.step_brackets import StepBrackets
 
+_log = logging.getLogger(__name__)
 _DISPLACED = "another dispatch mode was on where ours had to go on or come off"
 _NO_CUDA = "CUDA is not available to torch in this process"
 
@@ -164,6 +166,7 @@ class WindowRecorder:
             lost = str(failure)
         except Exception as failure:  # noqa: BLE001 - torch's own, of any kind; the rows are still good
             lost = f"torch could not finish its profiler session ({type(failure).__name__})"
+            _log.warning("the window from step %d on has no trace", self.plan.first_step, exc_info=failure)
         facts = WindowFacts(
             session=self.plan.session,
             source=self.plan.source,
