@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fault_cells import Cell, Where, run_cell
 from lightning_fits import COMPLETE, Telemetry
+from soak_figures import SOAK, TIMEOUT_S, tell
 
 from tlk_tracking.markers import CallMarkers
 from tlk_tracking.records import GapReason
@@ -23,10 +24,8 @@ from tlk_tracking.window_recorder import WindowRecorder
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.timeout(3600 if "TLK_SOAK" in os.environ else 180),
+    pytest.mark.timeout(TIMEOUT_S),
 ]
-
-SOAK = "TLK_SOAK" in os.environ
 
 
 def test_a_full_window_ends_with_its_step_and_says_so(
@@ -112,7 +111,7 @@ def test_memory_grows_with_windows_no_more_than_with_bare_profiler_sessions(tmp_
         name: found["sizes"][-1] - found["sizes"][warm] for name, found in (("ours", ours), ("bare", bare))
     }
     allowed = 0.05 * ours["sizes"][warm]
-    print({"windows": count, "grown_bytes": grown, "resident_bytes": ours["sizes"][warm]})  # noqa: T201
+    tell("memory after many windows", windows=count, grown_bytes=grown, resident_bytes=ours["sizes"][warm])
     assert grown["ours"] <= grown["bare"] + allowed
     assert ours["alive"] == 0
     assert list((tmp_path / "ours").iterdir()) == []
@@ -180,7 +179,7 @@ def test_a_window_of_many_host_events_is_saved_in_bounded_memory(tmp_path: Path)
         text=True,
     ).stdout
     found = json.loads(printed)
-    print(found)  # noqa: T201 - scripts/soak shows it
+    tell("a window of many host events", **found)
     assert found["calls"] == calls
     # What docs/reliability.md says: 8 kB for each call, beside what the libraries take.
     assert found["closed_and_saved_mb"] < 400 + calls * 8 / 1000

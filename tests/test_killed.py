@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from soak_figures import TIMEOUT_S, tell
 
 from tlk_tracking import load_run
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
-    pytest.mark.timeout(3600 if "TLK_SOAK" in os.environ else 180),
+    pytest.mark.timeout(TIMEOUT_S),
 ]
 
 
@@ -35,7 +36,7 @@ def test_what_killed_fits_kept_is_whole_and_arrives_once(tmp_path: Path, mlflow_
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    print(told)  # noqa: T201 - scripts/soak shows it
+    tell("fits that are killed", **told)
     assert len(load_run(run_id, mlflow_sqlite).windows) == told["kept"] > 0
     points = client.get_metric_history(run_id, "kernel_telemetry/steps_recorded")
     assert len(points) == told["kept"]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fault_cells import AFTER_THE_STEP, When, Where
 from fault_programs.signal_cells import SAVING
+from soak_figures import SOAK, TIMEOUT_S, tell
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import load_annotation
@@ -22,7 +23,7 @@ from tlk_tracking.records import GapReason
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
-    pytest.mark.timeout(3600 if "TLK_SOAK" in os.environ else 180),
+    pytest.mark.timeout(TIMEOUT_S),
 ]
 
 WHAT = ("SIGINT", "SIGINT twice", "SIGTERM")
@@ -36,7 +37,7 @@ def _cells() -> list[Cell]:
     """Return every cell for scripts/soak; else each pair of place and time, and each kind of signal at each place."""
     saving = [(place, "while the window is saved") for place in SAVING]
     pairs = [(str(where), str(when)) for where, when in itertools.product(Where, When)]
-    if "TLK_SOAK" in os.environ:
+    if SOAK:
         return [(*pair, what) for pair, what in itertools.product(pairs + saving, WHAT)]
     kinds = itertools.cycle(WHAT)
     return [(*pair, next(kinds)) for pair in pairs[::2] + saving]
@@ -74,7 +75,10 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
             asked.append(
                 {**cell, "name": plain, "when": When.FIRST, "telemetry": False, "upload_timeout_s": 0.0}
             )
-    return _run(asked, folder)
+    found = _run(asked, folder)
+    ends = [one["seconds"] - one["fit_s"] for one in found.values() if "fit_s" in one]
+    tell("signals", cells=len(CELLS), slowest_end_s=round(max(ends), 1))
+    return found
 
 
 def _gaps(outbox: Outbox, folder: Path) -> list[set[GapReason]]:
@@ -115,6 +119,7 @@ def test_a_signal_ends_a_fit_as_without_telemetry_and_the_window_is_kept(
 def test_an_upload_that_hangs_holds_the_end_no_longer_than_five_seconds(folder: Path) -> None:
     cell = {"where": Where.FORWARD, "when": When.UPLOAD, "what": "SIGINT", "telemetry": True}
     (found,) = _run([{**cell, "name": "hangs", "upload_timeout_s": 600.0}], folder).values()
+    tell("an upload that hangs", upload_timeout_s=600, fit_s=round(found["fit_s"], 2))
     # The fit itself takes a tenth of a second; the rest is for a busy machine.
     assert UPLOAD_S <= found["fit_s"] < UPLOAD_S + END_S
     assert found["reached"] == ["SystemExit", ["1"]]
