@@ -14,7 +14,7 @@ import pytest
 
 from tlk_tracking import KernelAnnotation, import_trace
 
-pytest.importorskip("torchlens", reason="torchlens is only in the environment of scripts/soak")
+pytest.importorskip("torchlens", reason="torchlens is only in the environment of scripts/referee")
 from torchlens._io.forgery_validation import _validate_kernel_telemetry
 from torchlens.kernel_telemetry import _payload_from_events, _TelemetryPayload
 from torchlens.observability._kineto import NormalizedEvent, _normalize_chrome_event
