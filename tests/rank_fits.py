@@ -78,13 +78,17 @@ class Net(pl.LightningModule):
 
 
 class StepClock(pl.Callback):
-    """How long each step took, with the device at rest at both ends."""
+    """How long each step took, with the device at rest at both ends.
 
-    def __init__(self) -> None:
+    Without `at_rest` nobody waits for the device, which never rests when a peer does not come.
+    """
+
+    def __init__(self, *, at_rest: bool) -> None:
         self.ends: list[float] = []
+        self.at_rest = at_rest
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        if torch.cuda.is_initialized():
+        if self.at_rest and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
@@ -149,7 +153,7 @@ def run_fit(
     }
     chosen |= telemetry or {}
     first = chosen["skip_first"] + chosen["warmup"]
-    clock = StepClock()
+    clock = StepClock(at_rest=fault is None)
     callbacks: list[pl.Callback] = [clock]
     if observe == "telemetry":
         callbacks.append(KernelTelemetry(**chosen))
