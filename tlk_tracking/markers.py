@@ -69,10 +69,10 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         recording: False makes the mode let every call through untouched.
         step, phase: what the owner's thread is in.
         fault: the first error of our own, or that the window is full; after it nothing more is recorded.
-        most_calls: a window takes no more than these, some 200 bytes each; the profiler's own events take more.
+        most_calls: a window takes no more than these; torch's profiler needs some 10 kB for each when it stops.
     """
 
-    most_calls = 1_000_000
+    most_calls = 500_000
 
     # A higher-order operator is a call like any other; without this torch refuses to run one under a mode.
     supports_higher_order_operators = True
