@@ -37,7 +37,7 @@ def read_times(events: list[TraceEvent]) -> TimedEvents:
     times = np.array([[e.ts for e in events], [e.dur for e in events]], np.float64)  # None becomes nan
     is_time = np.abs(times) < _MAX_TIME_US
     if not is_time.all():
-        readable = is_time.all(axis=0)
+        readable: Bools = np.asarray(is_time.all(axis=0))
         events, times = list(compress(events, readable)), times[:, readable]
     start_ns, duration_ns = np.rint(times * 1000).astype(np.int64)
     return TimedEvents(events=events, start_ns=start_ns, duration_ns=duration_ns)
