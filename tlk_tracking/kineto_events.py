@@ -149,7 +149,7 @@ class _Columns:
             "start_ns": timed.start_ns,
             "duration_ns": timed.duration_ns,
             "external_id": np.array(
-                [(e.args.external_id or 0) if e.args else 0 for e in timed.events], np.int64
+                [(args.external_id or 0) if (args := e.args) else 0 for e in timed.events], np.int64
             ),
         }
         if names.numbers:

@@ -180,12 +180,12 @@ def union_ns(start_ns: npt.NDArray[np.int64], duration_ns: npt.NDArray[np.int64]
 
 
 def _streams(within: pa.Table) -> dict[int, list[int]]:
-    pairs = within.group_by(["device", "stream"], use_threads=False).aggregate([])
+    known = within.drop_null()
+    pairs = np.column_stack((known["device"].to_numpy(), known["stream"].to_numpy()))
     streams: dict[int, list[int]] = {}
-    for device, stream in zip(pairs["device"].to_pylist(), pairs["stream"].to_pylist(), strict=True):
-        if device is not None and stream is not None:
-            streams.setdefault(device, []).append(stream)
-    return {device: sorted(streams[device]) for device in sorted(streams)}
+    for device, stream in np.unique(pairs, axis=0).tolist():
+        streams.setdefault(device, []).append(stream)
+    return streams
 
 
 def _occurrences(column: pa.ChunkedArray) -> dict[Any, int]:  # of whatever the column holds
