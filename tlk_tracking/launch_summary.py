@@ -7,7 +7,7 @@ import io
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.acero  # noqa: F401 - group_by loads it, better now than in the middle of a save
+import pyarrow.acero  # group_by loads it, better now than in the middle of a save
 import pyarrow.compute as pc
 import pyarrow.csv
 
