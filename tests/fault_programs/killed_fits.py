@@ -88,12 +88,14 @@ def main() -> None:
     assert in_child(lambda: note.write_text(str(fit(folder, run_id, tracking_uri, die_at=None)))) == 0
     lines, choice, kept = int(note.read_text()), random.Random(kills), [1]
     for number in range(kills):
-        # Half of them near the end, where the window is saved: most lines belong to single calls.
-        at = choice.randrange(1 if number % 2 else lines * 7 // 10, lines + 1)
+        # Most lines belong to single calls; so two thirds near the end: where a window is saved, and just after it.
+        begin = (1, lines * 7 // 10, lines * 98 // 100)[number % 3]
+        at = choice.randrange(begin, lines + 1)
         before = len(outbox.raw_windows())
         assert in_child(lambda: fit(folder, run_id, tracking_uri, die_at=at)) == -signal.SIGKILL, at  # noqa: B023
         kept.append(len(outbox.raw_windows()) - before)
         assert kept[-1] in (0, 1), at
+        outbox.sweep()
     for _ in range(2):
         assert in_child(lambda: upload(outbox)) == 0
     sys.stdout.write(json.dumps({"lines": lines, "kills": kills, "kept": sum(kept)}) + "\n")
