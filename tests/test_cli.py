@@ -135,6 +135,18 @@ def test_validate_says_what_is_valid(saved: Path, tlk: Tlk) -> None:
     assert answer.out == "valid: window_000005_0123abcd/rank_0, 2 ATen calls, 2 launch rows, 2 relations\n"
 
 
+def test_the_row_that_says_unavailable_is_not_called_a_launch(tmp_path: Path, tlk: Tlk) -> None:
+    trace = SyntheticTrace()
+    trace.step(5, 0, 1000)
+    trace.op(0, 100, 200)
+    imported = tlk("import", trace.write(tmp_path), "--out", tmp_path / "out").out
+    assert ": window_000005_0123abcd/rank_0, 1 steps, launches unknown, 1 call rows\n" in imported
+    assert tlk("validate", tmp_path / "out").out == (
+        "valid: window_000005_0123abcd/rank_0, 1 ATen calls, no launch (device telemetry unavailable), 0 relations, "
+        "lower bounds: no_device_evidence\n"
+    )
+
+
 def test_validate_of_a_damaged_annotation_fails_and_says_where(saved: Path, tlk: Tlk) -> None:
     with (saved / LAUNCHES).open("ab") as file:
         file.write(b"more")

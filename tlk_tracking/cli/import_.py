@@ -104,9 +104,11 @@ def _print(imported: tuple[ImportedTrace, ...]) -> None:
     missing: Counter[str] = Counter()
     for one in imported:
         annotation = one.annotation
+        counted = annotation.manifest.counts["launches"].value
+        launches = "launches unknown" if counted is None else f"{counted} launches"
         click.echo(
             f"{one.trace.name}: {annotation.folder_name}, {len(annotation.complete_steps)} steps, "
-            f"{annotation.manifest.counts['launches'].value or 0} launches, {len(annotation.call_table)} call rows"
+            f"{launches}, {len(annotation.call_table)} call rows"
         )
         for gap in annotation.manifest.gaps:
             click.echo(f"  gap {gap.reason.value} ({gap.count}): {gap.evidence}")

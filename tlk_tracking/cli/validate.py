@@ -9,6 +9,7 @@ import click
 from tlk_tracking.cli.targets import open_target
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.inert_text import visible
+from tlk_tracking.records import Availability
 
 
 @click.command("validate")
@@ -25,8 +26,14 @@ def command(target: str, tracking_uri: str | None) -> None:
         sys.exit(1)
     for annotation in annotations:
         manifest = annotation.manifest
+        unavailable = manifest.availability is Availability.UNAVAILABLE  # its one row is not a launch
+        launches = (
+            "no launch (device telemetry unavailable)"
+            if unavailable
+            else f"{len(annotation.launch_table)} launch rows"
+        )
         click.echo(
             f"valid: {annotation.folder_name}, {manifest.counts['aten_calls'].value} ATen calls, "
-            f"{len(annotation.launch_table)} launch rows, {len(annotation.relation_table)} relations"
+            f"{launches}, {len(annotation.relation_table)} relations"
             f"{', lower bounds: ' + ', '.join(manifest.lower_bound_reasons) if manifest.lower_bound else ''}"
         )
