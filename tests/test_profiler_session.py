@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from tlk_tracking import profiler_session
 from tlk_tracking.errors import RecordingError
 from tlk_tracking.profiler_session import ProfilerSession
 from tlk_tracking.torch_private import NamedRange, profiled_here, profiler_flag
@@ -275,4 +276,27 @@ def test_no_session_begins_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
             made.start()
         with pytest.raises(RecordingError, match="CUDA graph is being captured"):
             session().prepare(steps=1)
+    assert a_plain_session_works()
+
+
+def test_the_first_session_of_a_process_is_run_once_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[profile] = []
+
+    def make(self: ProfilerSession) -> profile:  # as on a GPU, of which there may be none here
+        begun.append(theirs())
+        return begun[-1]
+
+    monkeypatch.setattr(profiler_session, "_is_warm", False)
+    monkeypatch.setattr(ProfilerSession, "_make_profile", make)
+    for expected in ([1, 2], [2, 3]):
+        made = ProfilerSession(device=True, synchronize=False)
+        _made.append(made)
+        made.prepare(steps=1)
+        assert (len(begun), profiled_here(), profiler_flag()) == (expected[0], False, False)
+        assert a_plain_session_works()
+        made.start()
+        assert (len(begun), made.running) == (expected[1], True)
+        made.stop(tmp_path / "trace.json")
     assert a_plain_session_works()
