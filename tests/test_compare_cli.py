@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from annotations import real, repeated, with_durations, with_environment, with_gap
 from click.testing import CliRunner, Result
+from synthetic_trace import SyntheticTrace
 
+from tlk_tracking.annotate import import_trace
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.cli import tlk
 from tlk_tracking.errors import ComparisonError, ConfigurationError, TlkError
@@ -159,6 +161,20 @@ def test_fail_on_undecided_is_exit_code_1_when_a_checked_row_is(folders: dict[st
     targets = (folders["eager_transformer"], folders["eager_transformer"])
     assert _run(*targets, "--fail-on", "undecided").exit_code == 1
     assert _run(*targets, "--fail-on", "regression").stderr == ("4 of the checked rows are UNDECIDED\n")
+
+
+@pytest.mark.parametrize("condition", ["regression", "undecided"])
+def test_a_check_of_nothing_does_not_pass(tmp_path: Path, condition: str) -> None:
+    trace = SyntheticTrace()
+    trace.step(5, 0, 1000)
+    trace.op(0, 100, 200)
+    blind = _saved(import_trace(trace.write(tmp_path)), tmp_path / "blind")
+    result = _run(blind, blind, "--fail-on", condition)
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"nothing could be checked: no launches or times are known on both sides ({blind} (2))\n",
+    )
+    assert _run(blind, blind).exit_code == 0
 
 
 def test_a_loss_in_the_candidate_hides_no_regression_and_one_in_the_baseline_makes_none(

@@ -15,10 +15,11 @@ _MEASURES = frozenset({"launches", *TIME_MEASURES})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegressionCheck:
-    """Rows that surely got worse, and rows of which that cannot be said either way."""
+    """Rows that surely got worse, rows of which that cannot be said, and candidates without any row to check."""
 
     regressions: tuple[Row, ...]
     undecided: tuple[Row, ...]
+    unchecked_candidates: tuple[str, ...]
 
 
 def find_regressions(
@@ -43,6 +44,9 @@ def find_regressions(
             )
         ),
         undecided=tuple(row for row in checked if row.verdict is Verdict.UNDECIDED),
+        unchecked_candidates=tuple(
+            side.label for side in comparison.candidates if all(row.target != side.label for row in checked)
+        ),
     )
 
 

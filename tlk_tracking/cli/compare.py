@@ -31,7 +31,8 @@ _TABLES = ("total", "phase", "module", "call", "kernel")
     "--fail-on",
     type=click.Choice(["regression", "undecided"]),
     multiple=True,
-    help="Exit 1 when launches or device time surely grew, or when that cannot be decided.",
+    help="Exit 1 when launches or device time surely grew, or when that cannot be decided; either, when there "
+    "is nothing to check.",
 )
 @click.option(
     "--fail-table",
@@ -175,4 +176,7 @@ def _fails(
         what = " ".join(part for part in (row.table.value, show_key(row.table, row.key), row.measure) if part)
         said = row.reason or f"{row.baseline or 0:g} -> {row.candidate or 0:g}"
         click.echo(visible(f"{word}: {row.target}: {what}: {said}"), err=True)
-    return any(word in fail_on for word, _ in failing)
+    for label in found.unchecked_candidates:
+        why = "no launches or times are known on both sides"
+        click.echo(visible(f"nothing could be checked: {why} ({label})"), err=True)
+    return bool(found.unchecked_candidates) or any(word in fail_on for word, _ in failing)
