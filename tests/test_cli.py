@@ -126,6 +126,14 @@ def test_show_of_what_is_unavailable_says_so_and_shows_the_calls(tmp_path: Path,
     assert "≥ 1" in shown
 
 
+def test_show_of_a_trace_without_phases_and_device_shows_the_calls(tmp_path: Path, tlk: Tlk) -> None:
+    trace = tmp_path / "plain.json"
+    call = {"ph": "X", "pid": 1, "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 20, "dur": 30}
+    trace.write_text(json.dumps({"traceEvents": [call]}))
+    assert tlk("import", trace, "--out", tmp_path / "out").code == 0
+    assert tlk("show", tmp_path / "out").out.splitlines()[-1].split() == ["—", "aten::mm", "≥", "1"]
+
+
 # Exit codes: 0 fine, 1 the check asked for fails, 2 usage or bad input
 
 

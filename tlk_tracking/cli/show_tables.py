@@ -167,17 +167,16 @@ def _print_calls(console: Console, annotation: KernelAnnotation, top: int) -> No
     if not len(calls):
         console.print(Text("no ATen call in a complete step"))
         return
-    counted = (
-        calls.astype({"phase": str, "operator": str})
-        .groupby(["phase", "operator"], observed=True)
-        .size()
-        .sort_values(ascending=False)
-    )
-    table = Table("phase", "ATen call", "calls a step")
+    # A trace without markers has no phases, and one without its ops no operators.
+    by_call = calls.groupby(["phase", "operator"], observed=True, dropna=False)
+    counted = by_call.size().sort_values(ascending=False)
+    table = Table("phase", "ATen call", "calls a step", box=None, pad_edge=False)
     table.columns[2].justify = "right"
     for (phase, operator), count in counted.head(top).items():
         table.add_row(
-            Text(str(phase)), Text(visible(str(operator))), f"≥ {count / len(annotation.complete_steps):,.6g}"
+            Text(_or(phase, "—")),
+            Text(visible(_or(operator, "—"))),
+            f"≥ {count / len(annotation.complete_steps):,.6g}",
         )
     console.print(table)
     if len(counted) > top:
