@@ -140,11 +140,6 @@ class KernelAnnotation:
         )
 
 
-def encode_inputs(inputs: tuple[TensorInput, ...]) -> str:
-    """Return the canonical text of an ATen call's tensor inputs."""
-    return msgspec.json.encode([[i.shape, i.dtype, i.device] for i in inputs]).decode()
-
-
 def decode_inputs(text: str) -> tuple[TensorInput, ...]:
     """Read the text of an ATen call's tensor inputs.
 
