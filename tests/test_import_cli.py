@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tlk_tracking import TlkError, load_annotation, load_run
+from tlk_tracking import TlkError, import_trace, load_annotation, load_run
 from tlk_tracking.cli import tlk
 from tlk_tracking.cli.targets import open_target
 
@@ -82,6 +82,13 @@ def test_traces_without_metadata_get_the_ranks_that_are_given(tmp_path: Path) ->
     annotations = open_target(str(tmp_path / "out"))
     found = {a.manifest.rank: a.manifest.counts["launches"].value for a in annotations}
     assert found == {3: 1, 0: 2}
+
+
+def test_a_rank_beyond_the_world_of_its_trace_makes_the_world_larger(tmp_path: Path) -> None:
+    trace = _unmarked(tmp_path / "t.json", step=2, distributedInfo={"rank": 0, "world_size": 2})
+    import_trace(trace, rank=5).save(tmp_path / "out")
+    manifest = load_annotation(tmp_path / "out").manifest
+    assert (manifest.rank, manifest.world_size, manifest.environment.world_size) == (5, 6, 2)
 
 
 def test_traces_of_different_steps_are_windows(tmp_path: Path) -> None:

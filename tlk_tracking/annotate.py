@@ -101,6 +101,7 @@ def import_trace(
     header = events.header
     distributed = header.distributed_info
     own_rank = None if distributed is None else distributed.rank
+    rank = rank if rank is not None else own_rank or 0
     steps = correlation.step_labels
     window = WindowFacts(
         session=events.session or NO_SESSION,
@@ -110,8 +111,8 @@ def import_trace(
         requested=len(steps),
         steps=tuple(StepBracket(step=s, outcome=StepOutcome.COMPLETE) for s in steps),
         synchronized=False,
-        rank=rank if rank is not None else own_rank or 0,
-        world_size=(distributed.world_size if distributed is not None else None) or 1,
+        rank=rank,
+        world_size=max(rank + 1, (distributed.world_size if distributed is not None else None) or 1),
         environment=Environment(torch=None if said is None else said.torch),
     )
     return _build(window, events=events, correlation=correlation, calls=None if said is None else said.table)

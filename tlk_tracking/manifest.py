@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,6 +22,12 @@ from tlk_tracking.records import (
 SCHEMA = "tlk_tracking.kernel_annotation"
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "annotation.json"
+NOTES = frozenset(
+    {
+        "empty_transfers", "launching_calls",
+        "fused_inductor_kernel", "fused_inductor_graph", "fused_autotuning", "fused_no_provenance",
+    }
+)  # fmt: skip
 _MESSAGE_LENGTH = 500
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -122,7 +129,7 @@ class Manifest(_Closed, frozen=True):
     lower_bound_reasons: tuple[GapReason, ...]
     window: Window
     rank: _Count
-    world_size: _Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     recording_ranks: Literal["all"] | Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1_000_000)] | None
     global_step: _Count
     counts: dict[str, Number]
@@ -165,13 +172,50 @@ def decode_manifest(body: bytes) -> Manifest:
     for name, number in (*manifest.counts.items(), *manifest.times.items()):
         if number.value is not None and not 0 <= number.value < math.inf:
             raise AnnotationError(f"{number.value} is no count or time", file=MANIFEST_FILE, field=name)
-    steps = [row.step for row in manifest.window.steps]
-    if len(set(steps)) < len(steps):
-        raise AnnotationError("names a step twice", file=MANIFEST_FILE, field="window.steps")
     reasons = [gap.reason for gap in manifest.gaps]
     if len(set(reasons)) < len(reasons):
         raise AnnotationError("names a reason twice", file=MANIFEST_FILE, field="gaps")
+    _check_window(manifest)
+    _check_ranks(manifest)
+    unknown = sorted(set(manifest.notes) - NOTES)
+    if unknown:
+        raise AnnotationError(f"{unknown[0]!r} is not a note", file=MANIFEST_FILE, field="notes")
     return manifest
+
+
+def _check_window(manifest: Manifest) -> None:
+    """Refuse steps that the window contradicts."""
+    window = manifest.window
+    steps = [row.step for row in window.steps]
+    if any(after <= before for before, after in pairwise(steps)):
+        raise AnnotationError(
+            "has steps twice or not in ascending order", file=MANIFEST_FILE, field="window.steps"
+        )
+    complete = sum(row.outcome is StepOutcome.COMPLETE for row in window.steps)
+    if complete > window.requested:
+        raise AnnotationError(
+            f"has {complete} complete steps of {window.requested} requested",
+            file=MANIFEST_FILE,
+            field="window.steps",
+        )
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Refuse ranks that the number of processes contradicts."""
+    size, said = manifest.world_size, manifest.environment.world_size
+    if manifest.rank >= size:
+        raise AnnotationError(f"{manifest.rank} is no rank of {size}", file=MANIFEST_FILE, field="rank")
+    chosen = manifest.recording_ranks
+    if isinstance(chosen, tuple) and max(chosen, default=0) >= size:
+        raise AnnotationError(
+            f"{max(chosen)} is no rank of {size}", file=MANIFEST_FILE, field="recording_ranks"
+        )
+    # An import may be told of more ranks than its trace knows.
+    smaller = said is not None and said < size and manifest.source is not WindowSource.IMPORT
+    if said is not None and (said > size or smaller):
+        raise AnnotationError(
+            f"is {size}, the environment says {said}", file=MANIFEST_FILE, field="world_size"
+        )
 
 
 def _named_field(message: str) -> str | None:
