@@ -106,6 +106,14 @@ def test_the_same_files_are_the_same_window_and_others_are_not(tmp_path: Path) -
     assert (a == b, a == c) == (True, False)
 
 
+def test_from_python_a_trace_has_the_session_that_the_command_gives_it(tmp_path: Path) -> None:
+    first, second = (_unmarked(tmp_path / f"{k}.json", step=2, kernels=k) for k in (1, 2))
+    sessions = [import_trace(trace).manifest.session for trace in (first, first, second)]
+    _done("import", first, "--out", tmp_path / "out")
+    assert sessions[:2] == [load_annotation(tmp_path / "out").manifest.session] * 2
+    assert sessions[2] != sessions[0]
+
+
 def test_two_traces_for_one_place_are_refused_by_name(tmp_path: Path) -> None:
     traces = [_unmarked(tmp_path / f"{name}.json", step=2) for name in "ab"]
     result = _tlk("import", *traces, "--out", tmp_path / "out")

@@ -44,8 +44,7 @@ from tlk_tracking.records import (
 )
 from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, LAUNCH_RELATIONS
 from tlk_tracking.totals import Totals, count_totals
-
-NO_SESSION = "00000000"
+from tlk_tracking.trace_files import content_session
 
 
 def annotate(
@@ -78,8 +77,9 @@ def import_trace(
 ) -> KernelAnnotation:
     """Make an annotation of a trace file that exists already.
 
-    A trace with our markers keeps its session; one without has its innermost host ops as ATen rows
-    (`call_source = host_ops`). Steps are our brackets, else torch's `ProfilerStep#N`, else the whole trace is step 0.
+    A trace with our markers keeps its session; one without has one made of its content, and its innermost host ops
+    as ATen rows (`call_source = host_ops`). Steps are our brackets, else torch's `ProfilerStep#N`, else the whole
+    trace is step 0.
 
     Args:
         trace: Kineto's Chrome export, `.json` or `.json.gz`.
@@ -104,7 +104,7 @@ def import_trace(
     rank = rank if rank is not None else own_rank or 0
     steps = correlation.step_labels
     window = WindowFacts(
-        session=events.session or NO_SESSION,
+        session=events.session or content_session([Path(trace)]),
         source=WindowSource.IMPORT,
         first_step=min(steps, default=0),
         warmup=0,

@@ -1,10 +1,11 @@
-"""Open the files that an import reads, plain or gzip, within stated limits (path -> stream of bytes)."""
+"""Open the files that an import reads, plain or gzip, within stated limits, and name them by their content."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,22 @@ def open_input(path: Path, *, max_bytes: int) -> Iterator[InputFile]:
             yield InputFile(path=path, stream=stream, max_bytes=max_bytes)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def content_session(paths: Iterable[Path]) -> str:
+    """Return the session of files without one: the same content in any order gives the same session.
+
+    Raises:
+        TraceError: a file cannot be read.
+    """
+    digests = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
 
 
 def _unreadable(path: Path, error: Exception) -> TraceError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from tlk_tracking.annotate import NO_SESSION, import_trace
+from tlk_tracking.annotate import import_trace
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import ConfigurationError, TraceError
 from tlk_tracking.records import CallSource
+from tlk_tracking.trace_files import content_session
 
 Progress = Callable[[int], None]
 
@@ -112,14 +112,15 @@ def _windows(imported: Sequence[ImportedTrace]) -> Iterator[list[ImportedTrace]]
 
 def _with_window_facts(window: Sequence[ImportedTrace]) -> Iterator[ImportedTrace]:
     """Give the ranks of one window what only all of them together say."""
-    digests = [_digest(one.trace) for one in window if one.annotation.manifest.session == NO_SESSION]
-    session = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
+    unmarked = _unmarked(window) if len(window) > 1 else []
+    session = content_session(one.trace for one in unmarked)
+    unnamed = {one.place for one in unmarked}
     ranks = 1 + max(one.annotation.manifest.rank for one in window)
     for one in window:
         manifest = one.annotation.manifest
         manifest = msgspec.structs.replace(
             manifest,
-            session=session if manifest.session == NO_SESSION else manifest.session,
+            session=session if one.place in unnamed else manifest.session,
             world_size=max(ranks, manifest.world_size),
             # The trace does not know the Trainer's step; its own puts several windows of a run in order.
             global_step=manifest.window.first_step,
@@ -127,6 +128,6 @@ def _with_window_facts(window: Sequence[ImportedTrace]) -> Iterator[ImportedTrac
         yield replace(one, annotation=replace(one.annotation, manifest=manifest))
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _unmarked(window: Sequence[ImportedTrace]) -> list[ImportedTrace]:
+    """Return the traces whose session is that of their content, so they have no markers."""
+    return [one for one in window if one.annotation.manifest.session == content_session([one.trace])]
