@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from real_traces import real_trace
 from synthetic_trace import SyntheticTrace, one_step
 
 from tlk_tracking import annotation as annotation_module
-from tlk_tracking import table_files
+from tlk_tracking import annotation_checks, table_files
 from tlk_tracking.annotate import import_trace
 from tlk_tracking.annotation import KernelAnnotation, load_annotation
 from tlk_tracking.errors import AnnotationError
@@ -568,6 +569,26 @@ def test_a_manifest_larger_than_its_limit_is_not_read(
 ) -> None:
     monkeypatch.setattr(annotation_module, "MAX_MANIFEST_BYTES", 100)
     assert _refusal(recorded) == (MANIFEST, None, None)
+
+
+@pytest.mark.parametrize(
+    ("module", "limit", "file"),
+    [
+        (table_files, "MAX_ROWS", CALLS),
+        (table_files, "MAX_DECODED_BYTES", CALLS),
+        (annotation_module, "MAX_MANIFEST_BYTES", MANIFEST),
+        (annotation_checks, "MAX_TEXT_BYTES", LAUNCHES),
+    ],
+)
+def test_what_would_not_be_loaded_is_not_saved(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str, file: str
+) -> None:
+    annotation = load_annotation(recorded)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(module, limit, 1)
+    with pytest.raises(AnnotationError) as caught:
+        annotation.save(tmp_path / "again")
+    assert (caught.value.file, sorted(tmp_path.iterdir())) == (file, before)
 
 
 @pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_DECODED_BYTES"])

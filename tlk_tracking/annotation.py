@@ -7,7 +7,7 @@ import html
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import msgspec
 import pandas as pd
 import pyarrow as pa
 
-from tlk_tracking.annotation_checks import check_tables
+from tlk_tracking.annotation_checks import check_lengths, check_tables
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.launch_summary import encode_summary, summarize_launches
 from tlk_tracking.manifest import MANIFEST_FILE, FileRow, Manifest, decode_manifest, encode_manifest
@@ -32,7 +32,14 @@ from tlk_tracking.records import (
     TensorInput,
     window_folder,
 )
-from tlk_tracking.table_files import MAX_FILE_BYTES, decode_table, encode_table, read_plain
+from tlk_tracking.table_files import (
+    MAX_FILE_BYTES,
+    check_file_size,
+    check_table_size,
+    decode_table,
+    encode_table,
+    read_plain,
+)
 from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, KERNEL_LAUNCHES, LAUNCH_RELATIONS
 
 CALLS_FILE = "aten_calls.parquet"
@@ -118,7 +125,8 @@ class KernelAnnotation:
         """Write the annotation's files into `folder`, which appears whole or not at all.
 
         Raises:
-            AnnotationError: something of that name exists already, or it cannot be written.
+            AnnotationError: something of that name exists already, it cannot be written, or it exceeds what
+                `load_annotation` reads.
         """
         save_annotation(self, Path(folder))
 
@@ -157,11 +165,12 @@ def save_annotation(annotation: KernelAnnotation, folder: Path) -> None:
     """Write the files of an annotation; `folder` appears whole or not at all (temporary sibling, then rename)."""
     if os.path.lexists(folder):
         raise AnnotationError(f"{folder.name} exists already; choose a new folder", field=None)
+    bodies = _encode_files(annotation)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".partial-{folder.name}-", dir=folder.parent))
         try:
-            _write_files(annotation, partial)
+            _write_files(bodies, partial)
             partial.rename(folder)
         except BaseException:  # nothing half-written stays, whatever ends the save
             shutil.rmtree(partial, ignore_errors=True)
@@ -239,7 +248,8 @@ def module_table(annotation: KernelAnnotation) -> pa.Table:
     )
 
 
-def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
+def _encode_files(annotation: KernelAnnotation) -> dict[str, bytes]:
+    """Return the content of each file; what `load_annotation` has too much of is refused here by the same checks."""
     tables = {
         CALLS_FILE: annotation.call_table,
         LAUNCHES_FILE: annotation.launch_table,
@@ -248,17 +258,29 @@ def _write_files(annotation: KernelAnnotation, folder: Path) -> None:
     if len(annotation.fused_table):
         tables[FUSED_FILE] = annotation.fused_table
     summaries = {SUMMARY_FILE: summary_table(annotation), MODULES_FILE: module_table(annotation)}
+    for name, table in tables.items():
+        check_lengths(table, name)
     rows = {name: len(table) for name, table in (tables | summaries).items()}
     bodies = {
         name: encode_table(table, metadata=_file_metadata(annotation.manifest))
         for name, table in tables.items()
     }
+    for name, body in bodies.items():
+        check_table_size(name, body, rows=rows[name])
     bodies |= {name: encode_summary(table) for name, table in summaries.items()}
     files = {
         name: FileRow(rows=rows[name], bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
         for name, body in bodies.items()
     }
-    bodies[MANIFEST_FILE] = encode_manifest(msgspec.structs.replace(annotation.manifest, files=files))
+    for name, body in bodies.items():
+        check_file_size(name, len(body))
+    manifest = encode_manifest(msgspec.structs.replace(annotation.manifest, files=files))
+    check_file_size(MANIFEST_FILE, len(manifest), limit=MAX_MANIFEST_BYTES)
+    decode_manifest(manifest)
+    return bodies | {MANIFEST_FILE: manifest}
+
+
+def _write_files(bodies: Mapping[str, bytes], folder: Path) -> None:
     for name, body in bodies.items():
         with (folder / name).open("xb") as file:
             file.write(body)

@@ -53,7 +53,7 @@ def check_tables(
         AnnotationError: names the file, and the first row and the field where there is one.
     """
     for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS), (fused, _FUSED)):
-        _check_lengths(table, file)
+        check_lengths(table, file)
     _check_calls(manifest, calls)
     if manifest.availability is Availability.UNAVAILABLE:
         _check_unavailable(launches, relations)
@@ -287,8 +287,12 @@ def _complain_of_extent(text: str) -> str | None:
     return None if _EXTENT.fullmatch(text) else "is not `x,y,z`"
 
 
-def _check_lengths(table: pa.Table, file: str) -> None:
-    """Refuse texts that are too long, or that would not fit into memory when each row's is written out."""
+def check_lengths(table: pa.Table, file: str) -> None:
+    """Refuse texts that are too long, or that would not fit into memory when each row's is written out.
+
+    Raises:
+        AnnotationError: names the field, and the row of a text that is too long.
+    """
     size = 0
     for name in (field.name for field in table.schema if pa.types.is_dictionary(field.type)):
         longest = MAX_MODULE_LENGTH if name == "module" else MAX_NAME_LENGTH

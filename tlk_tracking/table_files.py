@@ -59,8 +59,7 @@ def decode_table(
         AnnotationError: it is damaged, too large or another table; names file and field.
     """
     try:
-        metadata_only = pq.read_metadata(io.BytesIO(body))
-        _check_size(name, metadata_only, rows)
+        metadata_only = check_table_size(name, body, rows=rows)
         # Paths, since a nested column has another than its name.
         names = [metadata_only.schema.column(index).path for index in range(metadata_only.num_columns)]
         if names != schema.names:
@@ -101,8 +100,7 @@ def read_plain(folder: Path, name: str, *, limit: int, size: int | None = None) 
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise AnnotationError("is not a plain file", file=name)
-        if status.st_size > limit:
-            raise AnnotationError(f"has {status.st_size} bytes, more than the limit of {limit}", file=name)
+        check_file_size(name, status.st_size, limit=limit)
         if size is not None and status.st_size != size:
             raise AnnotationError(f"has {status.st_size} bytes, the manifest says {size}", file=name)
         return path.read_bytes()
@@ -112,8 +110,23 @@ def read_plain(folder: Path, name: str, *, limit: int, size: int | None = None) 
         raise AnnotationError(f"cannot be read: {error.strerror}", file=name) from error
 
 
-def _check_size(name: str, metadata: pq.FileMetaData, rows: int) -> None:
-    """Refuse before anything is decoded what would not fit, or what contradicts itself."""
+def check_file_size(name: str, size: int, *, limit: int = MAX_FILE_BYTES) -> None:
+    """Refuse a file that is too large to be read.
+
+    Raises:
+        AnnotationError: it has more bytes than `limit`.
+    """
+    if size > limit:
+        raise AnnotationError(f"has {size} bytes, more than the limit of {limit}", file=name)
+
+
+def check_table_size(name: str, body: bytes, *, rows: int) -> pq.FileMetaData:
+    """Refuse before anything is decoded what would not fit, or what contradicts itself; return what the footer says.
+
+    Raises:
+        AnnotationError: it has another number of rows, or more rows or bytes than the limits.
+    """
+    metadata = pq.read_metadata(io.BytesIO(body))
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     counted = sum(group.num_rows for group in groups)
     if metadata.num_rows != rows or counted != rows:
@@ -125,6 +138,7 @@ def _check_size(name: str, metadata: pq.FileMetaData, rows: int) -> None:
             f"has {rows} rows of {size} bytes, more than the limit of {MAX_ROWS} rows or {MAX_DECODED_BYTES} bytes",
             file=name,
         )
+    return metadata
 
 
 def _texts(schema: pa.Schema) -> list[str]:
