@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import select
 import signal
@@ -231,6 +232,19 @@ def test_a_deleted_run_keeps_its_windows_until_it_is_restored(
     client.restore_run(destination.run_id)
     assert send(outbox, outbox.entry(window.name)).state is DeliveryState.SENT
     assert _windows_in(destination) == [10]
+
+
+def test_a_run_that_does_not_exist_is_not_promised_an_upload(
+    outbox: Outbox, start: Start, mlflow_sqlite: str
+) -> None:
+    destination = Destination(run_id="a" * 32, tracking_uri=mlflow_sqlite)
+    worker = start(destination)
+    worker.submit(seal(outbox, window_facts(10), destination))
+    with pytest.warns(UserWarning, match="there is no such run, so send each by") as warned:
+        worker.drain(LONG_S)
+    (warning,) = warned
+    assert "tlk upload" not in str(warning.message)
+    assert linecache.getline(warning.filename, warning.lineno) == ""
 
 
 def test_what_failed_is_sent_when_a_later_window_gets_through(

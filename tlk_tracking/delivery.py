@@ -162,7 +162,10 @@ def _send(outbox: Outbox, entry: Entry, address: Address, tracking_uri: str | No
 
 def _waiting(item: RawWindow | Entry, state: DeliveryState, error: Exception) -> Delivery:
     reason = str(error) if isinstance(error, TlkError) else f"{type(error).__name__}: {error}"
-    return Delivery(name=item.name, state=state, folder=item.folder, reason=reason)
+    run_is_missing = isinstance(error, TrackingError) and error.run_is_missing
+    return Delivery(
+        name=item.name, state=state, folder=item.folder, reason=reason, run_is_missing=run_is_missing
+    )
 
 
 def _busy(item: RawWindow | Entry, state: DeliveryState) -> Delivery:

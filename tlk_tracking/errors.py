@@ -48,7 +48,15 @@ class AnnotationError(TlkError):
 
 
 class TrackingError(TlkError):
-    """An MLflow run cannot be read or written."""
+    """An MLflow run cannot be read or written.
+
+    Attributes:
+        run_is_missing: whether the store answers that it has no such run.
+    """
+
+    def __init__(self, what: str, *, run_is_missing: bool = False) -> None:
+        super().__init__(what)
+        self.run_is_missing = run_is_missing
 
 
 class ComparisonError(TlkError):

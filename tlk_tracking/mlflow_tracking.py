@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tlk_tracking.annotation import REPORT_FILE, KernelAnnotation, load_annotation
 from tlk_tracking.errors import TlkError, TrackingError
+from tlk_tracking.number_text import plural
 from tlk_tracking.outbox import ARTIFACT_ROOT
 from tlk_tracking.ranks import missing_ranks
 from tlk_tracking.records import GapReason
@@ -29,7 +30,7 @@ from tlk_tracking.run_record import METRIC_PREFIX, SCHEMA_VERSION_TAG, TAG_PREFI
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
 
 _Value = TypeVar("_Value")
 _SEARCH_PAGE = 1000
@@ -214,6 +215,12 @@ def load_run(run_id: str, tracking_uri: str | None = None) -> RunTelemetry:
     )
 
 
+def check_run(run_id: str, tracking_uri: str | None = None) -> None:
+    """Raise TrackingError when the run does not exist or cannot be read."""
+    with _as_tracking_errors(run_id, tracking_uri):
+        _client(tracking_uri).get_run(run_id)
+
+
 def search_runs(experiment: str, tracking_uri: str | None = None) -> tuple[RunSummary, ...]:
     """Return the runs of an experiment (name or id) that have kernel telemetry, newest first.
 
@@ -226,7 +233,10 @@ def search_runs(experiment: str, tracking_uri: str | None = None) -> tuple[RunSu
     token: str | None = None
     with _as_tracking_errors(None, tracking_uri):
         client = _client(tracking_uri)
-        found = client.get_experiment_by_name(experiment) or client.get_experiment(experiment)
+        found = client.get_experiment_by_name(experiment) or _experiment_by_id(client, experiment)
+        if found is None:
+            where = "" if tracking_uri is None else f" at {_inert(tracking_uri)}"
+            raise TrackingError(f"there is no experiment {_inert(experiment)!r}{where}")
         while token != "":
             page = client.search_runs(
                 [found.experiment_id],
@@ -253,7 +263,7 @@ def create_finished_run(
     import mlflow
 
     with _as_tracking_errors(None, tracking_uri):
-        client = mlflow.MlflowClient(tracking_uri=tracking_uri or mlflow.get_tracking_uri())
+        client = _new_client(tracking_uri or mlflow.get_tracking_uri())
         found = client.get_experiment_by_name(experiment)
         experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
         run_id: str = client.create_run(experiment_id, run_name=run_name).info.run_id
@@ -276,7 +286,7 @@ def try_store(tracking_uri: str | None = None, *, write: bool) -> str:
             raise TrackingError(f"{path.parent} cannot be written")
         return "no store yet; the first run makes it"
     with _as_tracking_errors(None, tracking_uri):
-        client = mlflow.MlflowClient(tracking_uri=uri)
+        client = _new_client(uri)
         experiments = client.search_experiments(filter_string="name = 'Default'", max_results=1)
         experiments = experiments or client.search_experiments(max_results=1)
         if not write or not experiments:
@@ -330,10 +340,13 @@ def _artifacts_of(run: Run, tracking_uri: str) -> RunArtifacts:
 def _why_nothing(run_id: str, incomplete: list[str]) -> str:
     if incomplete:
         return (
-            f"run {_short(run_id)} has {len(incomplete)} kernel annotation(s) whose upload has not ended; "
+            f"run {_short(run_id)} has {plural(len(incomplete), 'kernel annotation')} whose upload has not ended; "
             "`tlk upload` sends what is left in an outbox"
         )
-    return f"run {_short(run_id)} has no kernel annotation; was KernelTelemetry among its callbacks?"
+    return (
+        f"run {_short(run_id)} has no kernel annotation; was KernelTelemetry among its callbacks, "
+        "or did the fit end before its first window?"
+    )
 
 
 def _summary_of(run: Run) -> RunSummary:
@@ -359,7 +372,29 @@ def _client(tracking_uri: str | None) -> MlflowClient:
     is_file = uri.startswith("sqlite:///") and path not in ("", ":memory:") and not path.startswith("file:")
     if is_file and not Path(path).exists():  # MLflow would make an empty store there
         raise TrackingError(f"there is no MLflow store {path}; give the run's own tracking URI")
-    return mlflow.MlflowClient(tracking_uri=uri)
+    return _new_client(uri)
+
+
+def _new_client(uri: str) -> MlflowClient:
+    import mlflow
+
+    try:
+        return mlflow.MlflowClient(tracking_uri=uri)
+    except mlflow.MlflowException as error:
+        raise TrackingError(
+            f"{_inert(uri)} is no tracking URI that MLflow knows; give http(s)://SERVER or sqlite:///FILE"
+        ) from error
+
+
+def _experiment_by_id(client: MlflowClient, experiment_id: str) -> Experiment | None:
+    from mlflow import MlflowException
+
+    try:
+        return client.get_experiment(experiment_id)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 @contextmanager
@@ -371,7 +406,11 @@ def _as_tracking_errors(run_id: str | None, tracking_uri: str | None) -> Iterato
     except Exception as error:  # each kind of tracking and artifact store raises errors of its own
         what = "the MLflow store" if run_id is None else f"run {_short(run_id)}"
         where = "" if tracking_uri is None else f" at {_inert(tracking_uri)}"
-        raise TrackingError(f"{what}{where} cannot be used: {_inert(str(error) or repr(error))}") from error
+        raise TrackingError(
+            f"{what}{where} cannot be used: {_inert(str(error) or repr(error))}",
+            run_is_missing=run_id is not None
+            and getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST",
+        ) from error
 
 
 def _short(run_id: str) -> str:

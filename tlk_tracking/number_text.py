@@ -16,4 +16,5 @@ def show_number(value: float | None, bound: Bound) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"

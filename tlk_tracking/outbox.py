@@ -115,12 +115,14 @@ class Delivery:
     """What became of one window: `folder` is where its files wait, `reason` why they do; None once sent.
 
     GONE: its files are not in the outbox, so another process sent it or somebody removed them.
+    `run_is_missing`: the store has no such run, so that sending it again is in vain.
     """
 
     name: str
     state: DeliveryState
     folder: Path | None = None
     reason: str | None = None
+    run_is_missing: bool = False
 
     @property
     def is_waiting(self) -> bool:

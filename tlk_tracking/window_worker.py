@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tlk_tracking.destinations import Destination, absolute_tracking_uri
 from tlk_tracking.outbox import Delivery, DeliveryState, Outbox, RawWindow
@@ -203,12 +204,19 @@ class WindowWorker:
         root = self._outbox.root
         text = (
             f"{len(new)} of {len(report.deliveries)} windows of kernel telemetry are not in their MLflow run yet "
-            f"({new[0].reason}). Their files are in {root}; `tlk upload --outbox {root}` sends them."
+            f"({new[0].reason}). Their files are in {root}; {_advice(new, root)}."
         )
         try:
-            warnings.warn(text, stacklevel=3)
+            # No line of the program is to blame, so that none is quoted.
+            warnings.warn_explicit(text, UserWarning, filename="tlk_tracking", lineno=1, module=__name__)
         except UserWarning:  # under -W error it must not end the training either
             logging.getLogger(__name__).warning(text)
+
+
+def _advice(waiting: Sequence[Delivery], root: Path) -> str:
+    if all(delivery.run_is_missing for delivery in waiting):
+        return "there is no such run, so send each by `log_annotation(folder, run_id)` to one that exists"
+    return f"`tlk upload --outbox {root}` sends them"
 
 
 def main() -> None:
