@@ -179,7 +179,9 @@ class FitRecorder:
         elif self._recorder is not None:
             self._finish()
         elif self._progress.begun == 0 and (due := next_due(step, self._schedule, progress=self._progress)):
-            _log.warning("the fit ended before step %d; its first window was due at step %d", step, due)
+            _log.warning(
+                "the fit ended before step %d without a window; the next was due at step %d", step, due
+            )
         self.attention_step = NEVER
 
     def fail(self, error: BaseException) -> None:
