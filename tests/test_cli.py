@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +19,8 @@ from synthetic_trace import SyntheticTrace, one_step
 
 from tlk_tracking import cli
 from tlk_tracking.annotation import load_annotation
+from tlk_tracking.cli.server import bounded_requests
+from tlk_tracking.errors import TrackingError
 
 SHOWN = {
     "availability", "lower_bound", "lower_bound_reasons", "counts", "by_step", "streams", "device_time_us",
@@ -126,6 +132,137 @@ def test_show_of_what_is_unavailable_says_so_and_shows_the_calls(tmp_path: Path,
     assert "≥ 1" in shown
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "saved", "--perfetto", "nowhere/x.pftrace"),
+        ("export", "saved", "--perfetto", "nowhere/x.pftrace.gz"),
+        ("report", "saved", "--html", "nowhere/x.html"),
+        ("compare", "saved", "saved", "--html", "nowhere/x.html"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_one_line(
+    saved: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(saved.parent)
+    answer = tlk(*arguments)
+    said = f"tlk: cannot write {arguments[-1]}: No such file or directory; give another file\n"
+    assert (answer.code, answer.err) == (2, said)
+
+
+def test_what_the_file_system_refuses_is_one_line(
+    saved: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("tlk_tracking.annotation.load_annotation", refuse)
+    assert tlk("show", saved) == Answer(code=2, out="", err=f"tlk: {saved}: Permission denied\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("show", "runs:/"), "tlk: 'runs:/' has no run id; give runs:/RUN_ID\n"),
+        (
+            ("show", "runs:/abc", "--tracking-uri", "foo://x"),
+            "tlk: foo://x is no tracking URI that MLflow knows; give http(s)://SERVER or sqlite:///FILE\n",
+        ),
+        (
+            ("show", "saved", "--rank", "7"),
+            "tlk: no annotation has rank 7; there are window_000005_0123abcd/rank_0\n",
+        ),
+        (
+            ("show", "saved", "--window", "8", "--rank", "7"),
+            "tlk: no annotation has window 8 and rank 7; there are window_000005_0123abcd/rank_0\n",
+        ),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(
+    saved: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(saved.parent)
+    assert tlk(*arguments) == Answer(code=2, out="", err=said)
+
+
+def test_an_experiment_that_is_not_there_is_named(mlflow_sqlite: str, tlk: Tlk) -> None:
+    answer = tlk("history", "nothere", "--tracking-uri", mlflow_sqlite)
+    assert answer == Answer(code=2, out="", err=f"tlk: there is no experiment 'nothere' at {mlflow_sqlite}\n")
+
+
+@pytest.mark.parametrize("place", ["out", "run"])
+def test_a_place_that_cannot_take_an_import_is_refused_before_the_trace_is_read(
+    saved: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch, mlflow_sqlite: str, place: str
+) -> None:
+    monkeypatch.setattr("tlk_tracking.trace_set.import_traces", lambda *_, **__: pytest.fail("was read"))
+    (saved.parent / "t.json").write_text("{")
+    to, said = {
+        "out": (["--out", saved], "exists already; choose a new folder"),
+        "run": (["--run", "a" * 32, "--tracking-uri", mlflow_sqlite], "not found"),
+    }[place]
+    answer = tlk("import", saved.parent / "t.json", *to)
+    assert (answer.code, said in answer.err) == (2, True)
+
+
+def test_the_next_command_names_the_store_that_was_given(
+    tmp_path: Path, tlk: Tlk, mlflow_sqlite: str
+) -> None:
+    to = ("--experiment", "e", "--tracking-uri", mlflow_sqlite)
+    said = tlk("import", one_step().write(tmp_path), *to).out.splitlines()[-1]
+    assert said.startswith("next: tlk show runs:/")
+    assert tlk(*shlex.split(said.removeprefix("next: tlk "))).code == 0
+
+
+# A server that does not answer
+
+
+def test_requests_of_a_verb_are_bounded_and_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "6")
+    before = dict(os.environ)
+    with bounded_requests("http://127.0.0.1:9"):
+        names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+        assert [os.environ[name] for name in names] == ["6", "15"]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [("show", "runs:/abc"), ("history", "e"), ("import", "t.json", "--run", "abc")], ids=" ".join
+)
+def test_a_dead_server_is_asked_within_the_bounds(
+    tmp_path: Path, tlk: Tlk, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "t.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def answer_nothing(uri: str) -> None:
+        seen.append((uri, os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]))
+        raise TrackingError("no answer")
+
+    monkeypatch.setattr("tlk_tracking.mlflow_tracking._new_client", answer_nothing)
+    assert tlk(*arguments, "--tracking-uri", "http://127.0.0.1:9").err == "tlk: no answer\n"
+    assert seen == [("http://127.0.0.1:9", "1")]
+
+
+def test_whoever_watches_is_told_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = threading.Event()
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            written.set()
+
+    terminal = Terminal()
+    monkeypatch.setattr("tlk_tracking.cli.server._MOMENT_S", 0)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with bounded_requests("http://user:secret@127.0.0.1:9"):
+        assert written.wait(30)
+    assert terminal.getvalue() == "waiting for http://127.0.0.1:9\n"
+
+
 def test_show_of_a_trace_without_phases_and_device_shows_the_calls(tmp_path: Path, tlk: Tlk) -> None:
     trace = tmp_path / "plain.json"
     call = {"ph": "X", "pid": 1, "tid": 1, "cat": "cpu_op", "name": "aten::mm", "ts": 20, "dur": 30}
@@ -148,9 +285,9 @@ def test_the_row_that_says_unavailable_is_not_called_a_launch(tmp_path: Path, tl
     trace.step(5, 0, 1000)
     trace.op(0, 100, 200)
     imported = tlk("import", trace.write(tmp_path), "--out", tmp_path / "out").out
-    assert ": window_000005_0123abcd/rank_0, 1 steps, launches unknown, 1 call rows\n" in imported
+    assert ": window_000005_0123abcd/rank_0, 1 step, launches unknown, 1 call row\n" in imported
     assert tlk("validate", tmp_path / "out").out == (
-        "valid: window_000005_0123abcd/rank_0, 1 ATen calls, no launch (device telemetry unavailable), 0 relations, "
+        "valid: window_000005_0123abcd/rank_0, 1 ATen call, no launch (device telemetry unavailable), 0 relations, "
         "lower bounds: no_device_evidence\n"
     )
 

@@ -173,5 +173,5 @@ def test_what_waits_in_the_outbox_is_counted_with_the_command_that_sends_it(tmp_
     )
     outbox.seal_window(outbox.open_window(), facts, Destination(run_id="ab", tracking_uri="http://localhost"))
     line = outbox_line(tmp_path / "out")
-    assert line.found.endswith(", 1 unsent annotation(s)")
+    assert line.found.endswith(", 1 unsent annotation")
     assert line.advice == f"tlk upload --outbox {tmp_path / 'out'}"

@@ -14,6 +14,7 @@ import msgspec
 
 from tlk_tracking.errors import TlkError
 from tlk_tracking.inert_text import visible
+from tlk_tracking.number_text import plural
 from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import Availability, Environment
 
@@ -238,7 +239,7 @@ def outbox_line(root: Path) -> Line:
         return fail(Subject.OUTBOX, visible(str(error)), advice)
     if unsent:
         advice = f"tlk upload --outbox {root}"
-        found = f"{space}, {unsent} unsent annotation(s)"
+        found = f"{space}, {plural(unsent, 'unsent annotation')}"
         return note(Subject.OUTBOX, found, advice)
     if free < _LOW_DISK_BYTES:
         return note(

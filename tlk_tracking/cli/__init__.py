@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import cast
+from typing import NoReturn, cast
 
 import click
 
@@ -53,10 +53,18 @@ def tlk() -> None:
 
 
 def main() -> None:
-    """Run `tlk`; what this package refuses is one line on standard error and exit code 2."""
+    """Run `tlk`; what this package or the file system refuses is one line on standard error and exit code 2."""
     try:
         tlk.main(prog_name="tlk")
     except TlkError as error:
         # It may quote a hostile file.
-        click.echo(f"tlk: {visible(str(error))[:_MESSAGE_LENGTH]}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename}: {error.strerror}")
+
+
+def _refuse(why: str) -> NoReturn:
+    click.echo(f"tlk: {visible(why)[:_MESSAGE_LENGTH]}", err=True)
+    sys.exit(2)

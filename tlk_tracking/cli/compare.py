@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from tlk_tracking.cli.pages import write_page
+from tlk_tracking.cli.files import writing
 from tlk_tracking.cli.progress import opening
 from tlk_tracking.cli.targets import open_target
 
@@ -104,7 +104,9 @@ def command(
     if html is not None:
         from tlk_tracking.comparison_report import render_comparison
 
-        write_page(html, render_comparison(comparison))
+        page = render_comparison(comparison)
+        with writing(html):
+            html.write_text(page, encoding="utf-8")
     if fail_on and _fails(
         comparison,
         fail_on,

@@ -18,7 +18,7 @@ from tlk_tracking.comparison_text import (
 from tlk_tracking.inert_text import visible
 from tlk_tracking.intervals import Verdict
 from tlk_tracking.key_text import show_key
-from tlk_tracking.number_text import show_number
+from tlk_tracking.number_text import plural, show_number
 from tlk_tracking.step_tables import TableName
 
 _WIDTH = 100
@@ -35,7 +35,7 @@ _STYLES = {
 def print_comparison(comparison: Comparison, *, top: int) -> None:
     """Print each candidate against the baseline: circumstances, totals, then the changed rows of each table."""
     console = Console(highlight=False)
-    console = Console(highlight=False, width=min(_WIDTH, console.width) if console.is_terminal else _WIDTH)
+    console.width = min(_WIDTH, console.width) if console.is_terminal else _WIDTH
     for side in comparison.candidates:
         _print_heading(console, comparison.baseline, side)
         _print_context(console, comparison, side)
@@ -102,7 +102,7 @@ def _print_hidden(console: Console, rows: list[Row]) -> None:
         return
     counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict}
     said = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
-    console.print(Text(f"{len(rows)} rows not shown: {said}", style="dim"))
+    console.print(Text(f"{plural(len(rows), 'row')} not shown: {said}", style="dim"))
 
 
 def _print_undecided(console: Console, rows: list[Row]) -> None:
@@ -110,4 +110,4 @@ def _print_undecided(console: Console, rows: list[Row]) -> None:
     if reasons:
         console.print(Text("\nUNDECIDED because", style="bold"))
     for reason, count in reasons:
-        console.print(Text(f"  {count} rows: {visible(reason)}"))
+        console.print(Text(f"  {plural(count, 'row')}: {visible(reason)}"))

@@ -34,7 +34,9 @@ def command(
     tracking_uri: str | None,
 ) -> None:
     """Write one annotation of TARGET as a timeline with an arrow for each relation."""
+    from tlk_tracking.cli.files import writing
     from tlk_tracking.cli.progress import reading
+    from tlk_tracking.number_text import plural
     from tlk_tracking.perfetto import write_perfetto
     from tlk_tracking.timeline import lay_out, times_in_trace, times_of_launches
 
@@ -44,13 +46,13 @@ def command(
     else:
         with reading(trace) as progress:
             timeline = lay_out(annotation, times_in_trace(annotation, trace, progress=progress))
-    write_perfetto(timeline, perfetto)
-    click.echo(
-        f"{perfetto}: {sum(len(t.slices) for t in timeline.tracks)} slices in {len(timeline.tracks)} tracks"
-    )
+    with writing(perfetto):
+        write_perfetto(timeline, perfetto)
+    slices = plural(sum(len(track.slices) for track in timeline.tracks), "slice")
+    click.echo(f"{perfetto}: {slices} in {plural(len(timeline.tracks), 'track')}")
     if timeline.untimed_launches:
-        click.echo(f"not in it: {timeline.untimed_launches} launches whose time is not known")
+        click.echo(f"not in it: {plural(timeline.untimed_launches, 'launch')} whose time is not known")
     if timeline.untimed_calls:
         how = "" if trace is not None else "; --trace adds those of the trace"
-        click.echo(f"not in it: {timeline.untimed_calls} ATen calls whose time is not known{how}")
+        click.echo(f"not in it: {plural(timeline.untimed_calls, 'ATen call')} whose time is not known{how}")
     click.echo("next: open it at ui.perfetto.dev (it stays in your browser)")

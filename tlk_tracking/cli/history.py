@@ -34,13 +34,15 @@ def command(
     tracking_uri: str | None,
 ) -> None:
     """Show a number of every run of EXPERIMENT (name or id) that has kernel telemetry, oldest first."""
+    from tlk_tracking.cli.server import bounded_requests
     from tlk_tracking.run_history import kernel_history
 
     if bool(table) != bool(keys):
         raise click.UsageError("--table and --key go together, as in --table call --key operator=aten.mm")
-    frame = kernel_history(
-        experiment, measure=metric, table=table, key=_parsed(keys), tracking_uri=tracking_uri
-    )
+    with bounded_requests(tracking_uri):
+        frame = kernel_history(
+            experiment, measure=metric, table=table, key=_parsed(keys), tracking_uri=tracking_uri
+        )
     if output == "json":
         click.echo(json.dumps(_records(frame), sort_keys=True, allow_nan=False, indent=2))
     elif output == "csv":
@@ -93,7 +95,7 @@ def _print(frame: pd.DataFrame, experiment: str) -> None:
         click.echo(f"no run of {visible(experiment)} has kernel telemetry")
         return
     console = Console(highlight=False)
-    console = Console(highlight=False, width=min(100, console.width) if console.is_terminal else 100)
+    console.width = min(100, console.width) if console.is_terminal else 100
     table = Table("started (UTC)", "run", "name", "status", box=None, pad_edge=False)
     table.add_column(visible(str(frame["measure"].iloc[0])), justify="right")
     table.add_column("why a lower bound")

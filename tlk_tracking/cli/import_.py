@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tlk_tracking.cli.targets import RUN_PREFIX
+from tlk_tracking.cli.targets import RUN_PREFIX, run_id_of
+from tlk_tracking.destinations import without_credentials
+from tlk_tracking.errors import AnnotationError
+from tlk_tracking.number_text import plural
 
 if TYPE_CHECKING:
     from tlk_tracking.trace_set import ImportedTrace
@@ -57,44 +63,64 @@ def command(
         raise click.UsageError("give --out DIR, --run RUN_ID or --experiment NAME")
     if run is not None and experiment is not None:
         raise click.UsageError("--run is a run that exists and --experiment makes one; give one of them")
+    # What is wrong with the place is said before minutes of reading.
+    if out is not None and (len(traces) == 1 or not out.is_dir()):
+        _refuse_standing([out])
+    if run is not None:
+        run = run_id_of(run)
+        _refuse_missing(run, tracking_uri)
     imported = import_traces(traces, ops=ops, ranks=ranks, reading=reading)
     _print(imported)
     if out is not None:
         _save(imported, out)
-        click.echo(f"next: tlk show {out}")
+        click.echo(f"next: tlk show {shlex.quote(str(out))}")
     if run is not None or experiment is not None:
         run_id = _send(imported, run, experiment=experiment, run_name=run_name, tracking_uri=tracking_uri)
-        click.echo(f"next: tlk show {RUN_PREFIX}{run_id}")
+        click.echo(f"next: tlk show {RUN_PREFIX}{run_id}{_tracking_option(tracking_uri)}")
 
 
 def _save(imported: tuple[ImportedTrace, ...], out: Path) -> None:
-    from tlk_tracking.errors import AnnotationError
-
     folders = [out if len(imported) == 1 else out / one.annotation.folder_name for one in imported]
-    standing = [folder for folder in folders if folder.exists()]
-    if standing:
-        raise AnnotationError(f"{standing[0]} exists already; choose a new folder")
+    _refuse_standing(folders)
     for one, folder in zip(imported, folders, strict=True):
         one.annotation.save(folder)
 
 
+def _refuse_standing(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if os.path.lexists(folder):
+            raise AnnotationError(f"{folder} exists already; choose a new folder")
+
+
+def _refuse_missing(run_id: str, tracking_uri: str | None) -> None:
+    from tlk_tracking.cli.server import bounded_requests
+    from tlk_tracking.mlflow_tracking import check_run
+
+    with bounded_requests(tracking_uri):
+        check_run(run_id, tracking_uri)
+
+
+def _tracking_option(tracking_uri: str | None) -> str:
+    return "" if tracking_uri is None else f" --tracking-uri {shlex.quote(without_credentials(tracking_uri))}"
+
+
 def _send(
     imported: tuple[ImportedTrace, ...],
-    run: str | None,
+    run_id: str | None,
     *,
     experiment: str | None,
     run_name: str | None,
     tracking_uri: str | None,
 ) -> str:
+    from tlk_tracking.cli.server import SENDING_S, bounded_requests
     from tlk_tracking.mlflow_tracking import create_finished_run, log_annotation
 
-    if run is None:
-        run_id = create_finished_run(str(experiment), run_name=run_name, tracking_uri=tracking_uri)
-    else:
-        run_id = run.removeprefix(RUN_PREFIX).strip("/")
-    for one in imported:
-        log_annotation(one.annotation, run_id, tracking_uri)
-    click.echo(f"{len(imported)} annotation(s) are in run {run_id}")
+    with bounded_requests(tracking_uri, limit_s=SENDING_S):
+        if run_id is None:
+            run_id = create_finished_run(str(experiment), run_name=run_name, tracking_uri=tracking_uri)
+        for one in imported:
+            log_annotation(one.annotation, run_id, tracking_uri)
+    click.echo(f"{plural(len(imported), 'annotation')} sent to run {run_id}")
     return run_id
 
 
@@ -105,10 +131,10 @@ def _print(imported: tuple[ImportedTrace, ...]) -> None:
     for one in imported:
         annotation = one.annotation
         counted = annotation.manifest.counts["launches"].value
-        launches = "launches unknown" if counted is None else f"{counted} launches"
+        launches = "launches unknown" if counted is None else plural(int(counted), "launch")
         click.echo(
-            f"{one.trace.name}: {annotation.folder_name}, {len(annotation.complete_steps)} steps, "
-            f"{launches}, {len(annotation.call_table)} call rows"
+            f"{one.trace.name}: {annotation.folder_name}, {plural(len(annotation.complete_steps), 'step')}, "
+            f"{launches}, {plural(len(annotation.call_table), 'call row')}"
         )
         for gap in annotation.manifest.gaps:
             click.echo(f"  gap {gap.reason.value} ({gap.count}): {gap.evidence}")

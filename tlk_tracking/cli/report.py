@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tlk_tracking.cli.pages import write_page
+from tlk_tracking.cli.files import writing
 from tlk_tracking.cli.targets import choose, open_target
 
 
@@ -30,5 +30,7 @@ def command(target: str, html: Path, window: int | None, rank: int | None, track
     if rank is None and annotation.manifest.world_size > 1:
         summary = summarize_ranks(same_window(annotations, annotation))
         ranks = summary if len(summary.ranks) + len(summary.missing) > 1 else None
-    write_page(html, render_report(annotation, ranks=ranks))
+    page = render_report(annotation, ranks=ranks)
+    with writing(html):
+        html.write_text(page, encoding="utf-8")
     click.echo(f"{html}: open it in a browser")

@@ -73,7 +73,7 @@ def print_groups(table: GroupTable, by: By, *, top: int) -> None:
     """Print the first rows of the table."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+        console.width = _PLAIN_WIDTH
     if not table.rows:
         console.print(Text(f"no {by.value} is known in a complete step"))
         return

@@ -155,4 +155,6 @@ def _rank_json(part: RankPart) -> dict[str, object]:
 
 def _console() -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console

@@ -24,7 +24,7 @@ def print_annotation(annotation: KernelAnnotation, *, top: int) -> None:
     """Print heading, numbers, gaps and what launched what."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+        console.width = _PLAIN_WIDTH
     _print_heading(console, annotation)
     _print_numbers(console, annotation)
     _print_phases(console, annotation)

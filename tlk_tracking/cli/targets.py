@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlk_tracking.errors import AnnotationError
+from tlk_tracking.errors import AnnotationError, ConfigurationError
 from tlk_tracking.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -22,12 +22,15 @@ def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[Kernel
     Raises:
         AnnotationError: the folder holds no annotation, or a damaged one.
         TrackingError: the run cannot be read or has none.
+        ConfigurationError: there is no run id after runs:/.
     """
     if target.startswith(RUN_PREFIX):
+        run_id = run_id_of(target)
+        from tlk_tracking.cli.server import bounded_requests
         from tlk_tracking.mlflow_tracking import load_run
 
-        run = load_run(target.removeprefix(RUN_PREFIX).strip("/"), tracking_uri)
-        return tuple(run.annotations)
+        with bounded_requests(tracking_uri):
+            return load_run(run_id, tracking_uri).annotations
     from tlk_tracking.annotation import load_annotation
 
     folder = Path(target)
@@ -43,6 +46,14 @@ def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[Kernel
     if not found:
         raise AnnotationError(f"{target} holds no {MANIFEST_FILE}; is it a kernel annotation?")
     return tuple(load_annotation(each) for each in found)
+
+
+def run_id_of(run: str) -> str:
+    """Return the id in RUN_ID or runs:/RUN_ID. Raises ConfigurationError when there is none."""
+    run_id = run.removeprefix(RUN_PREFIX).strip("/ ")
+    if not run_id:
+        raise ConfigurationError(f"{run!r} has no run id; give {RUN_PREFIX}RUN_ID")
+    return run_id
 
 
 def choose(
@@ -61,5 +72,7 @@ def choose(
     ]
     if not found:
         there = ", ".join(a.folder_name for a in annotations)
-        raise AnnotationError(f"no annotation has window {window} and rank {rank}; there are {there}")
+        asked = {"window": window, "rank": rank}
+        named = " and ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
+        raise AnnotationError(f"no annotation has {named}; there are {there}")
     return min(found, key=lambda a: (-a.manifest.window.first_step, a.manifest.rank))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import click
 
+from tlk_tracking.cli.server import SENDING_S, bounded_requests
 from tlk_tracking.outbox import DEFAULT_FOLDER, Delivery, DeliveryState, Entry, Outbox, RawWindow
-from tlk_tracking.request_limits import request_limits
 
 _Item = TypeVar("_Item", RawWindow, Entry)
-# For one request; nobody's training waits here.
-_REQUEST_S = 90.0
 
 
 @click.command("upload")
@@ -37,11 +34,9 @@ def command(folder: Path, tracking_uri: str | None) -> None:
         raise click.UsageError(
             f"{folder} is not an outbox; give the folder that the training's warning named"
         )
-    # MLflow's own limits let a dead server hold each request for four minutes; what the user set stands.
-    for key, value in request_limits(_REQUEST_S).items():
-        os.environ.setdefault(key, value)
-    outbox.sweep()
-    deliveries = _deliver_all(outbox, tracking_uri)
+    with bounded_requests(tracking_uri, limit_s=SENDING_S):
+        outbox.sweep()
+        deliveries = _deliver_all(outbox, tracking_uri)
     for delivery in deliveries:
         click.echo(_line(delivery))
     left = sum(delivery.is_waiting for delivery in deliveries)

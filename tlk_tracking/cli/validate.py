@@ -9,6 +9,7 @@ import click
 from tlk_tracking.cli.targets import open_target
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.inert_text import visible
+from tlk_tracking.number_text import plural
 from tlk_tracking.records import Availability
 
 
@@ -30,10 +31,12 @@ def command(target: str, tracking_uri: str | None) -> None:
         launches = (
             "no launch (device telemetry unavailable)"
             if unavailable
-            else f"{len(annotation.launch_table)} launch rows"
+            else plural(len(annotation.launch_table), "launch row")
         )
+        counted = manifest.counts["aten_calls"].value
+        calls = "ATen calls unknown" if counted is None else plural(int(counted), "ATen call")
         click.echo(
-            f"valid: {annotation.folder_name}, {manifest.counts['aten_calls'].value} ATen calls, "
-            f"{launches}, {len(annotation.relation_table)} relations"
+            f"valid: {annotation.folder_name}, {calls}, "
+            f"{launches}, {plural(len(annotation.relation_table), 'relation')}"
             f"{', lower bounds: ' + ', '.join(manifest.lower_bound_reasons) if manifest.lower_bound else ''}"
         )
