@@ -29,6 +29,7 @@ def window_facts(
         device_expected=False,
         unavailable_reason="no CUDA",
         rank=rank,
+        world_size=rank + 1,
         global_step=first_step,
         gaps=gaps,
     )
