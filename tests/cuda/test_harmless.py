@@ -83,7 +83,11 @@ def _run(folder: Path, *, recorded: bool, precision: str, compiled: bool) -> dic
         [sys.executable, "-c", _PROGRAM, arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        },
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
