@@ -272,7 +272,7 @@ class FitRecorder:
 
         try:
             window = self._seal(record)
-        except Exception:
+        except Exception:  # tidied up, then raised on
             self._drop()
             raise
         # A Ctrl-C before this leaves the recorder to `fail`, which finishes it again.
@@ -286,7 +286,7 @@ class FitRecorder:
             folder = self._outbox.open_window()
             try:
                 return self._outbox.seal_window(folder, record(folder), self._facts.destination)
-            except BaseException:
+            except BaseException:  # tidied up, then raised on
                 self._outbox.discard_window(folder)
                 raise
         except (TlkError, OSError) as error:

@@ -144,7 +144,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         with marker:
             try:
                 return call(*args, **kwargs) if kwargs else call(*args)
-            except BaseException:
+            except BaseException:  # tidied up, then raised on
                 self._raised.append(sequence)
                 raise
 

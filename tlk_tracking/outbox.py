@@ -171,7 +171,7 @@ class Outbox:
             name = _entry_name(address.run_id, facts)
             # No fsync in the training process: only a power cut loses what the kernel already holds.
             return RawWindow(name=name, folder=self._publish(folder, self._raw / name, durable=False))
-        except BaseException:
+        except BaseException:  # tidied up, then raised on
             self.discard_window(folder)
             raise
 
@@ -197,7 +197,7 @@ class Outbox:
                 save(annotation)
                 shutil.copyfile(window.folder / _DESTINATION_FILE, partial / _DESTINATION_FILE)
                 self._publish(partial, standing, durable=True)
-            except BaseException:
+            except BaseException:  # tidied up, then raised on
                 self.discard_window(partial)
                 raise
         self._remove(window.folder)

@@ -70,7 +70,7 @@ class ProfilerSession:
             raise RecordingError("another window of this process is open; one is recorded at a time")
         try:
             self._warm_up()
-        except BaseException:
+        except BaseException:  # tidied up, then raised on
             self.close()
             raise
 
@@ -85,7 +85,7 @@ class ProfilerSession:
             if self._synchronize:
                 torch.cuda.synchronize()
             self._begin()
-        except BaseException:
+        except BaseException:  # tidied up, then raised on
             self.close()
             raise
 
@@ -135,7 +135,7 @@ class ProfilerSession:
             # Torch may be unable to stop what another profiler took; all that is left to do then is to leave.
             with contextlib.suppress(RuntimeError):
                 self._end(orphaned=orphaned)
-        except BaseException:
+        except BaseException:  # tidied up, then raised on
             if not profiled_here():
                 self._leave()  # else a Ctrl-C, say, came before torch had stopped: whoever closes next stops it
             raise
@@ -186,7 +186,7 @@ class ProfilerSession:
             opened.start_trace()
         try:
             _stop_without_synchronizing(opened)
-        except BaseException:
+        except BaseException:  # tidied up, then raised on
             if profiled_here():  # a Ctrl-C, say, that came before torch had stopped
                 _stop_without_synchronizing(opened)
             raise

@@ -78,7 +78,7 @@ def record_kernels(
         recorder.warm_up()
         recorder.begin_step(0, phase=Phase.FORWARD)
         yield recording
-    except BaseException as error:
+    except BaseException as error:  # tidied up, then raised on
         if recorder.step is not None:
             _finish_after(error, recorder, recording)
         raise
