@@ -221,7 +221,7 @@ def in_child(work):
     if child == 0:
         try:
             work()
-        except BaseException:
+        except BaseException:  # a forked child must not run on as a second pytest
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
