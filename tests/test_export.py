@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 from annotations import real
 from click.testing import CliRunner
+from trace_processor import TraceProcessor, run_trace_processor
 
 from tlk_tracking import KernelAnnotation
 from tlk_tracking.cli import tlk
@@ -157,36 +156,28 @@ def test_with_its_trace_the_timeline_has_every_call_and_every_step(name: str, tm
     assert timeline.untimed_calls == 0
 
 
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceProcessor]:
+    with run_trace_processor(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
 def test_perfettos_own_trace_processor_finds_the_same_launches_and_relations(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: tuple[KernelAnnotation, Path], processor: TraceProcessor
 ) -> None:
-    binary = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
-    if binary is None:
-        pytest.skip(
-            "needs Perfetto's trace_processor_shell on PATH or in TRACE_PROCESSOR_SHELL: no package ships it"
-        )
-    api = pytest.importorskip("perfetto.trace_processor")
-    annotation = real(name)
-    path = tmp_path / "window.pftrace"
-    write_perfetto(lay_out(annotation, times_in_trace(annotation, DATA / f"{name}.trace.json.gz")), path)
-    processor = api.TraceProcessor(trace=str(path), config=api.TraceProcessorConfig(bin_path=binary))
-    try:
-        launches = processor.query(
-            "select extract_arg(s.arg_set_id, 'debug.launch') as launch, s.name, s.ts, s.dur "
-            "from slice s join track t on s.track_id = t.id where t.name glob 'device *'"
-        )
-        rows = [(row.launch, row.name, row.ts, max(row.dur, 0)) for row in launches]
-        arrows = processor.query(
-            "select extract_arg(a.arg_set_id, 'debug.sequence') as sequence, "
-            "extract_arg(b.arg_set_id, 'debug.launch') as launch "
-            "from flow f join slice a on f.slice_out = a.id join slice b on f.slice_in = b.id"
-        )
-        relations = {(row.sequence, row.launch) for row in arrows}
-    finally:
-        processor.close()
+    annotation, path = exported
+    processor.load(path.read_bytes())
+    rows = processor.query(
+        "select extract_arg(s.arg_set_id, 'debug.launch'), s.name, s.ts, s.dur "
+        "from slice s join track t on s.track_id = t.id where t.name glob 'device *'"
+    )
+    arrows = processor.query(
+        "select extract_arg(a.arg_set_id, 'debug.sequence'), extract_arg(b.arg_set_id, 'debug.launch') "
+        "from flow f join slice a on f.slice_out = a.id join slice b on f.slice_in = b.id"
+    )
     origin = min(row[2] for row in rows)
     assert sorted((a, b, ts - origin, dur) for a, b, ts, dur in rows) == _device_facts(annotation)
-    assert relations == _relations(annotation)
+    assert sorted(arrows) == sorted(_relations(annotation))
 
 
 def _written(track: Track, path: Path) -> list[tuple[str, int, int]]:
