@@ -334,25 +334,26 @@ def test_work_queued_in_warm_up_is_in_no_total(
             },
         )
         return
-    # Without it the last step's own queue may still run when the session ends, so its count is a lower bound.
+    # Work of the warm-up may run on in the window, and the last step's own after it: what is not all there is not
+    # called exact.
     first = min(complete)
+    whole = counted == complete and not len(leaked)
     check(
         "profiler warm-up, synchronize=False",
-        "each step leaves 24 large products queued; those of the warm-up run in the window",
+        "each step leaves 24 large products queued, the warm-up's too; counts of a plain profiler that waits",
         {
             "first step": complete[first],
-            "some leaked": True,
             "leaked with a step": 0,
-            "launches": Bound.LOWER.value,
+            "launches": (Bound.EXACT if whole else Bound.LOWER).value,
+            "more than there were": [],
         },
         {
             "first step": counted[first],
-            "some leaked": len(leaked) > 0,
             "leaked with a step": int(leaked["step"].notna().sum()),
             "launches": annotation.manifest.counts["launches"].bound.value,
+            "more than there were": [step for step in counted if counted[step] > complete[step]],
         },
     )
-    assert all(counted[step] <= complete[step] for step in counted)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "aten"])

@@ -1,0 +1,153 @@
+"""Take apart what marking the calls of a step costs, beside a dispatch mode that does nothing.
+
+    python -m benchmarks.marking_parts RESULT.json [--device cpu] [--steps 20] [--rounds 5]
+
+Each variant runs in turn, forwards and backwards (A B C C B A), always under a plain `torch.profiler`. An empty mode is
+the least that any tool pays which sees the calls from Python: what we add to it is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.models import CPU_BOUND, LAUNCH_BOUND, training_step
+from tlk_tracking.markers import CallMarkers
+from tlk_tracking.modules import ModuleTracker
+from tlk_tracking.records import Phase
+from tlk_tracking.step_brackets import StepBrackets
+from tlk_tracking.torch_private import NamedRange, dispatch_mode_stack, session_options
+
+Variant = Callable[[torch.nn.Module], AbstractContextManager[object]]
+
+
+class EmptyMode(TorchDispatchMode):
+    """What torch's documentation shows: pass the call on."""
+
+    # Any: every call of torch passes here, with any arguments.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class RangeMode(TorchDispatchMode):
+    """A numbered range around each call, and no word of what the call was."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+        self._next = itertools.count().__next__
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with NamedRange(f"tlk/1/benchmark::op::{self._next()}"):
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _marked(model: torch.nn.Module, *, modules: bool) -> Any:
+    tracker = ModuleTracker("benchmark", root=model) if modules else None
+    calls = CallMarkers("benchmark", locate=None if tracker is None else tracker.locate)
+    brackets = StepBrackets("benchmark", calls=calls, base=dispatch_mode_stack(), modules=tracker)
+    brackets.open(0, phase=Phase.FORWARD)
+    try:
+        yield
+    finally:
+        brackets.pause()
+    if calls.fault is not None:
+        raise calls.fault
+
+
+VARIANTS: dict[str, Variant] = {
+    "profiler alone": lambda model: nullcontext(),
+    "an empty dispatch mode": lambda model: EmptyMode(),  # type: ignore[no-untyped-call]  # torch's own
+    "a mode with numbered ranges": lambda model: RangeMode(),
+    "rows of calls, without modules": lambda model: _marked(model, modules=False),
+    "rows of calls, with modules": lambda model: _marked(model, modules=True),
+}
+
+
+def main() -> None:
+    """Measure each variant and write the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    model, step = training_step(LAUNCH_BOUND if on_gpu else CPU_BOUND, options.device)
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    for _ in range(10):
+        step()
+    calls = _count_calls(step)
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    order = [*VARIANTS, *reversed(VARIANTS)]
+    for name in order * options.rounds:
+        times[name] += _profiled_steps(VARIANTS[name](model), step, wait, options.steps, on_gpu=on_gpu)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    alone = medians["profiler alone"]
+    report = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none",
+        "calls_of_a_step": calls,
+        "variants": {
+            name: {
+                "ms": round(1e3 * median, 3),
+                "over_profiler": round(median / alone, 3),
+                "extra_us_a_call": round(1e6 * (median - alone) / calls, 2),
+            }
+            for name, median in medians.items()
+        },
+    }
+    options.result.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report, indent=1))
+
+
+def _profiled_steps(
+    variant: AbstractContextManager[object],
+    step: Callable[[], None],
+    wait: Callable[[], None],
+    steps: int,
+    *,
+    on_gpu: bool,
+) -> list[float]:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    times = []
+    with ExitStack() as stack:
+        running = stack.enter_context(profile(activities=activities, experimental_config=session_options()))
+        stack.enter_context(variant)
+        step()  # what is new to a variant is learnt here
+        wait()
+        for _ in range(steps):
+            begin = time.perf_counter()
+            step()
+            wait()
+            times.append(time.perf_counter() - begin)
+    del running
+    gc.collect()
+    return times
+
+
+def _count_calls(step: Callable[[], None]) -> int:
+    calls = CallMarkers("benchmark")
+    brackets = StepBrackets("benchmark", calls=calls, base=dispatch_mode_stack())
+    brackets.open(0, phase=Phase.FORWARD)
+    step()
+    brackets.pause()
+    return len(calls.noted().rows)
+
+
+if __name__ == "__main__":
+    main()
