@@ -39,6 +39,7 @@ class Plan:
     uri: str
     world_size: int
     fits: list[dict[str, Any]]
+    nodes: int = 1
     port: int = 0
     device: str = "cpu"
     timeout_s: float = 25.0
@@ -164,15 +165,17 @@ def run_fit(
     fault_here = fault if fault is not None and fault["rank"] == rank else None
     if fault_here is not None and fault_here["kind"] == "offline":
         os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY"), NOWHERE)
-    logger = MLFlowLogger(experiment_name="ranks", run_name=name, tracking_uri=plan.uri) if has_run else None
+    experiment = Path(plan.folder).name
+    logger = MLFlowLogger(experiment, run_name=name, tracking_uri=plan.uri) if has_run else None
     trainer = pl.Trainer(
         accelerator="gpu" if plan.device == "cuda" else "cpu",
-        devices=plan.world_size,
+        devices=plan.world_size // plan.nodes,
+        num_nodes=plan.nodes,
         strategy=_strategy(strategy, plan),
         max_steps=steps,
         logger=logger or False,
         callbacks=callbacks,
-        default_root_dir=Path(plan.folder, name),
+        default_root_dir=_disk(plan, rank) / name,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -202,6 +205,19 @@ def run_rank(plan: Plan, rank: int) -> None:
     for fit in plan.fits:
         said = run_fit(plan, rank, **fit)
         Path(plan.folder, f"{fit['name']}.rank_{rank}.json").write_text(json.dumps(said))
+
+
+def _disk(plan: Plan, rank: int) -> Path:
+    """Return the folder that a rank's node keeps for itself: nodes share no disk."""
+    per_node = plan.world_size // plan.nodes
+    return Path(plan.folder, f"node_{rank // per_node}") if plan.nodes > 1 else Path(plan.folder)
+
+
+def _rank_from_environment(plan: Plan) -> int:
+    """Return the global rank that torchrun gave, or that Lightning will give to this process of its node."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    node = int(os.environ.get("NODE_RANK", "0"))
+    return int(os.environ.get("RANK", node * (plan.world_size // plan.nodes) + local))
 
 
 def _strategy(name: str, plan: Plan) -> Any:
@@ -267,7 +283,7 @@ def main() -> None:
     for path, ranks in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         plan = Plan(**json.loads(Path(path).read_text()))
         if ranks == "env":
-            run_rank(plan, int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+            run_rank(plan, _rank_from_environment(plan))
         elif ranks.isdecimal():  # a process that has asked for GPUs may not be forked
             _run_alone(plan, int(ranks))
         else:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry, load_run, search_runs
+from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry, load_run
 
 # A world has up to eight processes, and the machine may be busy.
 pytestmark = pytest.mark.timeout(400)
@@ -47,8 +47,13 @@ class World:
         return {int(path.stem.rpartition("_")[2]): json.loads(path.read_text()) for path in files}
 
     def run(self, name: str) -> RunTelemetry:
-        """Return what is in the run of a fit."""
-        return load_run(self.said(name)[0]["run_id"], self.uri)
+        """Return what is in the run of a fit, which has made no other."""
+        client = MlflowClient(self.uri)
+        experiment = client.get_experiment_by_name(self.folder.name)
+        assert experiment is not None, self.output[-3000:]
+        runs = client.search_runs([experiment.experiment_id], filter_string=f"run_name = '{name}'")
+        assert len(runs) == 1, self.output[-3000:]
+        return load_run(runs[0].info.run_id, self.uri)
 
     def waited_s(self, name: str) -> float:
         """Return how long after the fault the last rank ended."""
@@ -56,29 +61,42 @@ class World:
         return float(max(ends)) - float((self.folder / "struck_at_s").read_text())
 
 
-def run_worlds(folder: Path, uri: str, plans: Mapping[str, Any], *launcher: str) -> dict[str, World]:
-    """Run worlds (name -> size, fits) to their ends in one program, and see that no process of theirs is left."""
+def run_worlds(
+    folder: Path, uri: str, plans: Mapping[str, Any], launcher: str | None = None, *, nodes: int = 1
+) -> dict[str, World]:
+    """Run worlds (name -> size, fits) to their ends, and see that no process of theirs is left.
+
+    Without a launcher all ranks are forks of one program; else each node has a program of its own.
+    """
     arguments = []
     for name, (size, fits) in plans.items():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         place = folder / name
         place.mkdir()
-        plan = {"folder": str(place), "uri": uri, "world_size": size, "fits": fits, "port": port}
+        plan = {
+            "folder": str(place), "uri": uri, "world_size": size, "fits": fits, "nodes": nodes, "port": free_port(),
+        }  # fmt: skip
         (place / "plan.json").write_text(json.dumps(plan))
         ranks = "env" if launcher else ",".join(str(rank) for rank in range(size))
         arguments += [str(place / "plan.json"), ranks]
     token = secrets.token_hex(8)
     log = folder / "world.log"
+    port, deadline = free_port(), time.monotonic() + LIMIT_S
     with log.open("wb") as output:
-        program = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *launcher[1:], str(PROGRAM), *arguments], cwd=folder,
-            env={**os.environ, "TLK_TEST_WORLD": token, "OMP_NUM_THREADS": "1"},
-            stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
+        programs = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", *through(launcher, nodes, node, port), str(PROGRAM), *arguments],
+                cwd=folder,
+                env={
+                    **os.environ, "TLK_TEST_WORLD": token, "OMP_NUM_THREADS": "1",
+                    **environment(launcher, nodes, node, port),
+                },
+                stdout=output, stderr=output, start_new_session=True,
+            )
+            for node in range(nodes)
+        ]  # fmt: skip
         try:
-            program.wait(timeout=LIMIT_S)
+            for program in programs:
+                program.wait(timeout=deadline - time.monotonic())
         finally:
             left = still_there(f"TLK_TEST_WORLD={token}", limit_s=HANG_S)
             for pid in left:
@@ -86,6 +104,27 @@ def run_worlds(folder: Path, uri: str, plans: Mapping[str, Any], *launcher: str)
     assert left == [], "processes of the world are left"
     said = log.read_text(errors="replace")
     return {name: World(folder=folder / name, uri=uri, output=said) for name in plans}
+
+
+def through(launcher: str | None, nodes: int, node: int, port: int) -> list[str]:
+    """Return what Python runs before the program of a node."""
+    if launcher != "torchrun":
+        return []  # Lightning starts the node's other ranks itself
+    meeting = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return ["-m", "torch.distributed.run", "--nproc-per-node=2", *meeting]
+
+
+def environment(launcher: str | None, nodes: int, node: int, port: int) -> dict[str, str]:
+    """Return what a cluster says to a node's one program, from which Lightning starts the node's ranks."""
+    if nodes == 1 or launcher == "torchrun":
+        return {}
+    return {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def still_there(token: str, *, limit_s: float) -> list[int]:
@@ -127,10 +166,32 @@ def worlds(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     return run_worlds(tmp_path_factory.mktemp("ranks"), mlflow_server, plans)
 
 
+@pytest.fixture(scope="module")
+def two_nodes(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Run two nodes of two ranks, each by a torchrun of its own and with a disk of its own."""
+    fits = [
+        {"name": "all", "telemetry": TELEMETRY},
+        {
+            "name": "offline", "telemetry": TELEMETRY | {"ranks": [0, 3], "upload_timeout_s": 10.0},
+            "fault": {"rank": 3, "kind": "offline"},
+        },
+    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("nodes")
+    return run_worlds(folder, mlflow_server, {"nodes": (4, fits)}, "torchrun", nodes=2)["nodes"]
+
+
 @pytest.fixture
 def four(worlds: dict[str, World]) -> World:
     """Return the world of four ranks: all record, two under FSDP, one cannot reach the server, none finds a run."""
     return worlds["four"]
+
+
+@pytest.fixture(params=["one node", "two nodes"])
+def each_four(request: pytest.FixtureRequest) -> World:
+    """Return a world of four ranks, on one node and on two."""
+    named = {"one node": "four", "two nodes": "two_nodes"}
+    world: World = request.getfixturevalue(named[request.param])
+    return world
 
 
 def recorded(run: RunTelemetry) -> dict[int, list[tuple[int, str]]]:
@@ -150,9 +211,10 @@ def own_tags(run: RunTelemetry) -> dict[str, str]:
 BOTH_STEPS = [(FIRST, "complete"), (FIRST + 1, "complete")]
 
 
-def test_every_rank_records_the_same_steps_into_one_run(four: World) -> None:
-    assert {said["ended"] for said in four.said("all").values()} == {"well"}, four.output[-3000:]
-    run = four.run("all")
+def test_every_rank_records_the_same_steps_into_one_run(each_four: World) -> None:
+    ended = {rank: said["ended"] for rank, said in each_four.said("all").items()}
+    assert ended == dict.fromkeys(range(4), "well"), each_four.output[-3000:]
+    run = each_four.run("all")
     assert recorded(run) == dict.fromkeys(range(4), BOTH_STEPS)
     assert run.rank_gaps == ()
     assert own_tags(run) == {
@@ -171,9 +233,9 @@ def test_every_rank_records_the_same_steps_into_one_run(four: World) -> None:
         }
 
 
-def test_the_metrics_are_those_of_rank_0_alone(four: World) -> None:
-    run = four.run("all")
-    history = MlflowClient(four.uri).get_metric_history(run.run_id, "kernel_telemetry/aten_calls")
+def test_the_metrics_are_those_of_rank_0_alone(each_four: World) -> None:
+    run = each_four.run("all")
+    history = MlflowClient(each_four.uri).get_metric_history(run.run_id, "kernel_telemetry/aten_calls")
     (window,) = run.windows
     own = window.ranks[0]
     assert [metric.value for metric in history] == [
@@ -222,17 +284,26 @@ def test_a_rank_that_cannot_reach_the_server_is_a_gap_until_its_outbox_is_sent(f
     folder = run.annotations[0].folder_name.partition("/")[0]
     assert recorded(run) == {0: BOTH_STEPS}
     assert run.rank_gaps == (RankGap(window=folder, rank=3, reason=RankGapReason.NOT_SENT),)
-    outbox = four.folder / "offline" / "kernel_telemetry_outbox"
-    upload = ["-c", "from tlk_tracking.cli import main; main()", "upload", "--outbox", str(outbox)]
-    subprocess.run([sys.executable, *upload], check=True, capture_output=True)
+    upload(four.folder / "offline")
     run = four.run("offline")
     assert recorded(run) == {0: BOTH_STEPS, 3: BOTH_STEPS}
     assert run.rank_gaps == ()
 
 
-def upload(world: World, name: str) -> None:
-    """Send what an upload after an error, which waits five seconds, has left."""
-    outbox = world.folder / name / "kernel_telemetry_outbox"
+def test_a_node_sends_from_its_own_disk_what_its_ranks_could_not(two_nodes: World) -> None:
+    assert [said["ended"] for said in two_nodes.said("offline").values()] == ["well"] * 4
+    assert [gap.rank for gap in two_nodes.run("offline").rank_gaps] == [3]
+    upload(two_nodes.folder / "node_0" / "offline")
+    assert recorded(two_nodes.run("offline")) == {0: BOTH_STEPS}
+    upload(two_nodes.folder / "node_1" / "offline")
+    run = two_nodes.run("offline")
+    assert recorded(run) == {0: BOTH_STEPS, 3: BOTH_STEPS}
+    assert run.rank_gaps == ()
+
+
+def upload(root: Path) -> None:
+    """Send what is left in the outbox under a fit's `default_root_dir`."""
+    outbox = root / "kernel_telemetry_outbox"
     command = ["-c", "from tlk_tracking.cli import main; main()", "upload", "--outbox", str(outbox)]
     subprocess.run([sys.executable, *command], check=True, capture_output=True)
 
@@ -242,7 +313,7 @@ def test_one_rank_raises_in_a_window_and_both_keep_theirs(worlds: dict[str, Worl
     said = world.said("raise")
     assert [said[1]["ended"], said[0]["ended"]] == ["ArithmeticError", "RuntimeError"]
     assert world.waited_s("raise") < HANG_S
-    upload(world, "raise")
+    upload(world.folder / "raise")  # after an error the fit itself waits for five seconds
     run = world.run("raise")
     raised = [(FIRST, "complete"), (FIRST + 1, "raised")]
     assert recorded(run) == {0: raised, 1: raised}
@@ -257,7 +328,7 @@ def test_one_rank_is_killed_in_a_window_and_the_other_keeps_its_own(worlds: dict
     said = world.said("kill")
     assert {rank: one["ended"] for rank, one in said.items()} == {0: "RuntimeError"}
     assert world.waited_s("kill") < HANG_S
-    upload(world, "kill")
+    upload(world.folder / "kill")
     run = world.run("kill")
     assert recorded(run) == {0: [(FIRST, "complete"), (FIRST + 1, "raised")]}
     assert [(gap.rank, gap.reason) for gap in run.rank_gaps] == [
@@ -266,17 +337,14 @@ def test_one_rank_is_killed_in_a_window_and_the_other_keeps_its_own(worlds: dict
     ]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "subprocesses", "spawn"])
+@pytest.mark.parametrize(("launcher", "nodes"), [("subprocesses", 1), ("spawn", 1), ("subprocesses", 2)])
 def test_each_way_to_launch_ranks_gives_one_run_with_all_of_them(
-    launcher: str, mlflow_server: str, tmp_path: Path
+    launcher: str, nodes: int, mlflow_server: str, tmp_path: Path
 ) -> None:
-    name = f"launched by {launcher}"
-    fit = {"name": name, "telemetry": TELEMETRY, "strategy": "ddp_spawn" if launcher == "spawn" else "ddp"}
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    through = torchrun if launcher == "torchrun" else []
-    worlds = run_worlds(tmp_path, mlflow_server, {"launched": (2, [fit])}, launcher, *through)
-    runs = [run.run_id for run in search_runs("ranks", mlflow_server) if run.run_name == name]
-    assert len(runs) == 1, worlds["launched"].output[-3000:]
-    run = load_run(runs[0], mlflow_server)
-    assert recorded(run) == dict.fromkeys(range(2), BOTH_STEPS)
+    """Where torchrun launches, `two_nodes` is the test."""
+    name, ranks = f"{launcher} on {nodes}", 2 * nodes
+    strategy = "ddp_spawn" if launcher == "spawn" else "ddp"
+    plans = {name: (ranks, [{"name": "fit", "telemetry": TELEMETRY, "strategy": strategy}])}
+    run = run_worlds(tmp_path, mlflow_server, plans, launcher, nodes=nodes)[name].run("fit")
+    assert recorded(run) == dict.fromkeys(range(ranks), BOTH_STEPS)
     assert run.rank_gaps == ()
