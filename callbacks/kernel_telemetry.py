@@ -177,13 +177,15 @@ class KernelTelemetry(Callback):
         self._fit = FitRecorder(
             schedule, facts, outbox=outbox, worker=self._worker, global_step=lambda: trainer.global_step
         )
+        # Its imports take seconds: early, so that they are over before its first window. What a checkpoint says of
+        # steps that are over already is not known yet.
+        if self._fit.has_window_ahead(trainer.fit_loop.total_batch_idx + 1):
+            self._worker.start()
 
     @_guarded
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the first step of this fit."""
-        if self._fit is not None and self._worker is not None:
-            if self._fit.has_window_ahead(trainer.fit_loop.total_batch_idx + 1):
-                self._worker.start()  # its imports take seconds, better now than inside a window
+        if self._fit is not None:
             self._pass_boundary(trainer, self._fit)
 
     @_guarded

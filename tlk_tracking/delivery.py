@@ -15,7 +15,7 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.destinations import Address
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.fused_notes import decode_window_notes
-from tlk_tracking.mlflow_tracking import save_with_report, send_annotation
+from tlk_tracking.mlflow_tracking import add_report, send_annotation
 from tlk_tracking.outbox import Delivery, DeliveryState, Entry, Outbox, RawWindow
 
 
@@ -25,7 +25,7 @@ def settle(outbox: Outbox, window: RawWindow) -> Delivery:
     with outbox.claim(window) as mine:
         if mine:
             try:
-                outbox.add_annotation(window, lambda folder: save_with_report(_annotate(window), folder))
+                outbox.add_annotation(window, lambda folder: _annotate(window).save(folder))
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others go on
                 return _waiting(window, DeliveryState.RAW, error)
         elif window.folder.exists():
@@ -36,13 +36,14 @@ def settle(outbox: Outbox, window: RawWindow) -> Delivery:
 
 
 def send(outbox: Outbox, entry: Entry, tracking_uri: str | None = None) -> Delivery:
-    """Send an annotation to its run and take it out of the outbox.
+    """Draw an annotation's report, send both to the annotation's run and take them out of the outbox.
 
     `tracking_uri` is used instead of the one on disk, which has no credentials.
     """
     with outbox.claim(entry) as mine:
         if mine:
             try:
+                add_report(entry.annotation_folder)
                 address = entry.address()
                 if address.run_id is None:
                     raise TrackingError("it belongs to no MLflow run; `log_annotation` sends it to one")

@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -134,23 +134,32 @@ def log_annotation(
     if isinstance(annotation, KernelAnnotation):
         with tempfile.TemporaryDirectory(prefix="tlk_") as parent:
             folder = Path(parent, "annotation")
-            save_with_report(annotation, folder)
+            annotation.save(folder)
+            add_report(folder)
             send_annotation(folder, run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
     else:
         send_annotation(Path(annotation), run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
 
 
-def save_with_report(annotation: KernelAnnotation, folder: Path) -> None:
-    """Save an annotation with its report beside it, which the MLflow UI shows. Raises as its `save` does."""
+def add_report(folder: Path) -> None:
+    """Put the report of the annotation in `folder` beside it, for the MLflow UI to show, unless it has one.
+
+    Raises AnnotationError when the annotation is damaged.
+    """
+    report = folder / REPORT_FILE
+    if os.path.lexists(report):
+        return
     from tlk_tracking.report import render_report
 
-    annotation.save(folder)
+    annotation = load_annotation(folder)
     try:
         page = render_report(annotation)
     except Exception:  # an annotation is not lost for want of its picture, which can be drawn again
         logging.getLogger(__name__).warning("no report of %s", annotation.folder_name, exc_info=True)
     else:
-        (folder / REPORT_FILE).write_text(page, encoding="utf-8")
+        partial = folder / f".{REPORT_FILE}.partial"
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(report)  # half a report is never sent
 
 
 def send_annotation(
@@ -306,10 +315,16 @@ def current_tracking_uri() -> str:
     return str(mlflow.get_tracking_uri())
 
 
-def import_ahead() -> None:
-    """Import now what is slow to import, so that the first annotation does not wait for it."""
-    for name in ("mlflow", "matplotlib.figure", "tlk_tracking.report"):
-        import_module(name)
+def get_ready(tracking_uri: str) -> None:
+    """Import what sending needs and open the store, so that the first annotation does not wait for seconds.
+
+    Nothing is asked of a server. Says nothing of what is wrong: each annotation that is sent does.
+    """
+    with suppress(Exception):  # stores fail in ways of their own
+        _client(tracking_uri)
+    with suppress(ImportError):
+        for name in ("matplotlib.figure", "tlk_tracking.report"):
+            import_module(name)
 
 
 def _log_batch(

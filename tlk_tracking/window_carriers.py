@@ -80,11 +80,13 @@ def run_deliveries(
     """Settle and send what is asked for until None is, and for at most the upload timeout after that."""
     # Late, since the training process has no use for the analysis.
     from tlk_tracking.delivery import DeliveryLoop
-    from tlk_tracking.mlflow_tracking import import_ahead
+    from tlk_tracking.mlflow_tracking import get_ready
 
     if begin.tracking_uri is not None:
-        with suppress(ImportError):  # each window then says so
-            import_ahead()
+        # Beside the loop: a window that is asked for meanwhile, or a store that hangs, waits for nothing.
+        threading.Thread(
+            target=get_ready, args=(begin.tracking_uri,), name="tlk_tracking get ready", daemon=True
+        ).start()
     loop = DeliveryLoop(
         Outbox(begin.root, max_bytes=begin.max_bytes),
         begin.tracking_uri,

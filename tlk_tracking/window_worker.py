@@ -7,6 +7,7 @@ so also when the training process is killed, and what it could not send stays in
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -37,6 +38,7 @@ _MAX_ATTEMPTS = 2
 # How long the process may still annotate, beyond the time for sending, once the training process is gone.
 _LAST_ANNOTATIONS_S = 120.0
 _PARENT_POLL_S = 1.0
+COLLECT_EVERY = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +229,8 @@ def main() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(os, "nice"):
         os.nice(5)
+    # Importing makes hundreds of thousands of objects that stay: looking for garbage among them is a fifth of it.
+    gc.set_threshold(COLLECT_EVERY)
     lines = _request_lines(int(sys.argv[1]))
     begin = decode_line(next(lines, b""), Begin)
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
