@@ -41,7 +41,6 @@ train_one_step = lambda: torch.ones(3).sum()
 """,
     "metrics.md": "run_id, annotation = a_run('before'), import_trace('traces/before.json.gz')",
     "compare.md": "baseline_id, candidate_id = a_run('before'), a_run('after')",
-    "import-traces.md": "baseline_id, candidate_id = a_run('before'), a_run('after')",
     "search-runs.md": "a_run('before'), a_run('after')",
     "remote-servers.md": """
 for stage in ("raw", "annotations"):
@@ -49,9 +48,10 @@ for stage in ("raw", "annotations"):
 """,
 }
 
-# Runs the blocks of one page, in their order, in one namespace; names in capitals stand for its variables.
+# Runs the blocks of one page, in their order, in one namespace; names in capitals stand for its variables, or for the
+# runs that an import of the page made. What is exported stays so, as in one shell.
 DRIVER = """
-import json, os, subprocess, sys
+import json, os, re, subprocess, sys
 from pathlib import Path
 from tlk_tracking import import_trace, log_annotation
 
@@ -72,7 +72,11 @@ for kind, code in page["blocks"]:
     for name in ("run_id", "baseline_id", "candidate_id"):
         code = code.replace(name.upper(), str(namespace.get(name)))
     print("$", code, flush=True)
-    subprocess.run(["bash", "-euc", code], check=True)
+    os.environ.update(re.findall(r"^export (\\w+)=(\\S+)$", code, re.M))
+    done = subprocess.run(["bash", "-euc", code], check=True, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, flush=True)
+    made = re.findall(r"^next: tlk show runs:/(\\w+)", done.stdout, re.M)
+    namespace = dict(zip(("baseline_id", "candidate_id"), made)) | namespace
 """
 
 
@@ -96,6 +100,11 @@ def test_the_code_of_a_page_works(page: Path, mlflow_sqlite: str, tmp_path: Path
         shutil.copy(path, traces)
     shutil.copy(DATA / "eager_transformer.trace.json.gz", traces / "before.json.gz")
     shutil.copy(DATA / "compiled_transformer.trace.json.gz", traces / "after.json.gz")
+    for side in ("before", "after"):
+        window = tmp_path / "old_traces" / side / "iteration_10"
+        window.mkdir(parents=True)
+        for rank in (0, 1):
+            shutil.copy(DATA / f"ddp_rank{rank}.trace.json.gz", window / f"rank{rank}_trace.json.gz")
     shutil.copytree(TOP / "examples", tmp_path / "examples")
     blocks = [(kind, code.replace("http://127.0.0.1:5000", mlflow_sqlite)) for kind, code in _blocks(page)]
     given = {"name": page.name, "given": GIVEN.get(page.name, ""), "blocks": blocks}

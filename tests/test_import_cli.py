@@ -35,6 +35,7 @@ def _event(category: str, name: str, *, ts: float, dur: float, **args: object) -
 
 def _unmarked(path: Path, *, step: int | None, kernels: int = 1, **header: object) -> Path:
     """Write a trace as torch.profiler writes it: one step, one aten::mm, and its kernels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     events = [_event("cpu_op", "aten::mm", ts=20, dur=30, **{"External id": 1})]
     if step is not None:
         events.append(_event("user_annotation", f"ProfilerStep#{step}", ts=10, dur=100))
@@ -114,6 +115,57 @@ def test_from_python_a_trace_has_the_session_that_the_command_gives_it(tmp_path:
     assert sessions[2] != sessions[0]
 
 
+def test_a_folder_stands_for_the_traces_in_it_and_below(tmp_path: Path) -> None:
+    """As torchtitan lays them out."""
+    for step, rank in ((9, 0), (9, 1), (19, 0), (19, 1)):
+        path = tmp_path / f"traces/iteration_{step + 1}/rank{rank}_trace.json"
+        _unmarked(path, step=step, distributedInfo={"rank": rank, "world_size": 2})
+    (tmp_path / "traces/iteration_10/rank0_memory_snapshot.pickle").touch()
+    output = _done("import", tmp_path / "traces", "--out", tmp_path / "out")
+    places = [(a.manifest.window.first_step, a.manifest.rank) for a in open_target(str(tmp_path / "out"))]
+    assert places == [(9, 0), (9, 1), (19, 0), (19, 1)]
+    assert [line.partition(":")[0] for line in output.splitlines()[:4]] == [
+        f"iteration_{number}/rank{rank}_trace.json" for number in (10, 20) for rank in (0, 1)
+    ]
+
+
+def test_a_damaged_trace_of_a_folder_is_named_by_its_place(tmp_path: Path) -> None:
+    for name in "ab":
+        _unmarked(tmp_path / name / "rank0_trace.json", step=2)
+    (tmp_path / "b/rank0_trace.json").write_text("{}")
+    error = _tlk("import", tmp_path, "--out", tmp_path / "out").exception
+    assert str(error).startswith("b/rank0_trace.json: rank0_trace.json is not a Chrome trace")
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    result = _tlk("import", tmp_path, "--out", tmp_path / "out")
+    assert str(result.exception) == f"{tmp_path} has no .json or .json.gz file in it or below"
+
+
+def test_steps_that_share_a_number_are_numbered_in_their_order(tmp_path: Path) -> None:
+    """Lightning's profiler counts the batches of its sanity check and of training apart, in one session."""
+    steps = [
+        _event("user_annotation", f"ProfilerStep#{step}", ts=100 * place, dur=90)
+        for place, step in enumerate((2, 1, 2, 3), start=1)
+    ]
+    calls = [
+        _event("cpu_op", "aten::mm", ts=100 * place + 20, dur=30, **{"External id": place})
+        for place in (1, 2, 3, 4)
+    ]
+    trace = _write_trace(tmp_path / "t.json", [*steps, *calls])
+    output = _done("import", trace, "--out", tmp_path / "out")
+    annotation = load_annotation(tmp_path / "out")
+    assert [call.step for call in annotation.iter_aten_calls()] == [0, 1, 2, 3]
+    assert annotation.manifest.notes["renumbered_steps"] == 4
+    assert "no number of its own for each step" in output
+
+
+def test_steps_within_each_other_keep_their_numbers(tmp_path: Path) -> None:
+    steps = [_event("user_annotation", "ProfilerStep#5", ts=ts, dur=dur) for ts, dur in ((10, 100), (20, 50))]
+    trace = _write_trace(tmp_path / "t.json", [*steps, _event("cpu_op", "aten::mm", ts=30, dur=5)])
+    assert import_trace(trace).complete_steps == (5,)
+
+
 def test_two_traces_for_one_place_are_refused_by_name(tmp_path: Path) -> None:
     traces = [_unmarked(tmp_path / f"{name}.json", step=2) for name in "ab"]
     result = _tlk("import", *traces, "--out", tmp_path / "out")
@@ -182,22 +234,29 @@ def test_an_import_into_an_experiment_makes_one_ended_run(tmp_path: Path, mlflow
     assert [metric.step for metric in history] == [2, 7]
 
 
-@pytest.fixture(scope="module")
-def profiler_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["torchtitan", "tensorboard_trace_handler"])
+def profiler_traces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of traces that torch.profiler itself wrote on the CPU: two windows of two steps."""
     import torch
+    from torch.profiler import tensorboard_trace_handler
 
     folder = tmp_path_factory.mktemp("profiler_traces")
     layer = torch.nn.Linear(8, 8)
 
     def export(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(folder / f"step_{profiler.step_num}.json.gz"))
+        place = folder / f"iteration_{profiler.step_num}"
+        place.mkdir()
+        profiler.export_chrome_trace(str(place / "rank0_trace.json"))
 
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2)
+    handler = tensorboard_trace_handler(str(folder), use_gzip=True)
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
-        schedule=schedule,
-        on_trace_ready=export,
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2),
+        on_trace_ready=export if request.param == "torchtitan" else handler,
+        record_shapes=True,
+        profile_memory=True,
+        with_stack=True,
+        with_modules=True,
         # Without it the second window begins with a warning, which as an error ends the process in torch 2.13.
         acc_events=True,
     )
@@ -209,7 +268,7 @@ def profiler_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torch_profilers_own_traces_are_imported(profiler_traces: Path, tmp_path: Path) -> None:
-    _done("import", *sorted(profiler_traces.iterdir()), "--out", tmp_path / "out")
+    _done("import", profiler_traces, "--out", tmp_path / "out")
     annotations = open_target(str(tmp_path / "out"))
     assert [a.complete_steps for a in annotations] == [(2, 3), (6, 7)]
     operators = {call.operator for a in annotations for call in a.iter_aten_calls() if call.step is not None}

@@ -298,13 +298,7 @@ def _manifest(
         counts={name: Number(value=n.value, bound=n.bound) for name, n in totals.counts.items()},
         times={name: Number(value=n.value, bound=n.bound) for name, n in totals.times.items()},
         gaps=tuple(GapRow(reason=g.reason, count=g.count, evidence=g.evidence) for g in gaps),
-        notes={}
-        if correlation is None
-        else {
-            "empty_transfers": correlation.empty_transfers,
-            "launching_calls": correlation.launching_calls,
-            **{f"fused_{name}": count for name, count in fused_counts.items()},
-        },
+        notes=_notes(events, correlation, fused_counts),
         audit=AuditRow(
             agreed=audit.agreed if audit else None,
             disagreed=audit.disagreed if audit else None,
@@ -312,6 +306,19 @@ def _manifest(
         ),
         environment=_environment(window.environment, events),
     )
+
+
+def _notes(
+    events: EventColumns | None, correlation: Correlation | None, fused_counts: Mapping[str, int]
+) -> dict[str, int]:
+    if events is None or correlation is None:
+        return {}
+    return {
+        "empty_transfers": correlation.empty_transfers,
+        "launching_calls": correlation.launching_calls,
+        **({"renumbered_steps": len(correlation.step_labels)} if events.steps_renumbered else {}),
+        **{f"fused_{name}": count for name, count in fused_counts.items()},
+    }
 
 
 def _environment(known: Environment, events: EventColumns | None) -> EnvironmentRow:

@@ -82,6 +82,7 @@ class EventColumns:
         op_markers: our ranges around ATen calls, sorted by sequence.
         step_markers: our step brackets, sorted by start; one step may have several.
         profiler_steps: `ProfilerStep#N` ranges of torch's own schedule.
+        steps_renumbered: their numbers are not those of the trace, which has the same number for several.
         host_ops: `cpu_op` events other than our own ranges; where we have step brackets only those that a rule
             can ask for (see `kineto_events`).
         unreadable_events: events of the file that could not be read.
@@ -94,6 +95,7 @@ class EventColumns:
     op_markers: HostRanges
     step_markers: HostRanges
     profiler_steps: HostRanges
+    steps_renumbered: bool
     host_ops: HostRanges
     runtime_calls: RuntimeCalls
     records: DeviceRecords

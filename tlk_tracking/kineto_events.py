@@ -185,6 +185,8 @@ class _Columns:
             if session is not None and len(steps)
             else self.host_ops.take()
         )
+        profiler_steps = _profiler_steps(self.annotations.take(), tuple(self.annotation_names))
+        numbered = _numbered_apart(profiler_steps) if session is None else profiler_steps
         return EventColumns(
             session=session,
             header=blocks.header,
@@ -192,7 +194,8 @@ class _Columns:
             thread_ids=tuple(_thread_id(key) for key in self.threads),
             op_markers=ops,
             step_markers=steps,
-            profiler_steps=_profiler_steps(self.annotations.take(), tuple(self.annotation_names)),
+            profiler_steps=numbered,
+            steps_renumbered=numbered is not profiler_steps,
             host_ops=_concatenated(host_ops, foreign),
             runtime_calls=calls,
             records=records,
@@ -262,6 +265,19 @@ def _profiler_steps(annotations: HostRanges, names: tuple[object, ...]) -> HostR
     step_of = {code: int(match[1]) for code, match in matches if match}
     steps = rows_of(annotations, np.isin(annotations.label, list(step_of)))
     return replace(steps, label=np.array([step_of[code] for code in steps.label.tolist()], np.int64))
+
+
+def _numbered_apart(steps: HostRanges) -> HostRanges:
+    """Number steps anew, in their order and up to the last one's number, where several that lie apart share one.
+
+    Lightning counts batches of the sanity check and of training apart, in one session: 2, then 1, 2, 3, 4.
+    """
+    steps_in_order = rows_of(steps, np.argsort(steps.start_ns, kind="stable"))
+    overlaps = steps_in_order.start_ns[1:] < steps_in_order.end_ns[:-1]
+    if len(np.unique(steps.label)) == len(steps) or overlaps.any():
+        return steps
+    first = max(0, int(steps_in_order.label[-1]) + 1 - len(steps))
+    return replace(steps_in_order, label=np.arange(first, first + len(steps)))
 
 
 def _concatenated(first: HostRanges, second: HostRanges) -> HostRanges:

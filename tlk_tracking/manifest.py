@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 MANIFEST_FILE = "annotation.json"
 NOTES = frozenset(
     {
-        "empty_transfers", "launching_calls",
+        "empty_transfers", "launching_calls", "renumbered_steps",
         "fused_inductor_kernel", "fused_inductor_graph", "fused_autotuning", "fused_no_provenance",
     }
 )  # fmt: skip
@@ -112,10 +112,10 @@ class Manifest(_Closed, frozen=True):
     """Everything of an annotation that is not a table.
 
     `recording_ranks` are the ranks that were to record this window, null where that is unknown.
-    `notes` are facts that bound nothing: `empty_transfers` copy or set calls of zero bytes,
-    `launching_calls` runtime calls that launch; with fused kernels, launches without an ATen call in compiled graphs:
-    `fused_inductor_kernel` and `fused_inductor_graph` related to nodes, `fused_autotuning` and
-    `fused_no_provenance` not.
+    `notes` are facts that bound nothing: `empty_transfers` copy or set calls of zero bytes, `launching_calls` runtime
+    calls that launch, `renumbered_steps` steps of a trace that gave several the same number; with fused kernels,
+    launches without an ATen call in compiled graphs: `fused_inductor_kernel` and `fused_inductor_graph` related to
+    nodes, `fused_autotuning` and `fused_no_provenance` not.
     """
 
     schema: str

@@ -1,7 +1,8 @@
-"""Import traces as the windows and ranks of one recording (trace files -> KernelAnnotations)."""
+"""Import traces as the windows and ranks of one recording (trace files and folders -> KernelAnnotations)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,15 +19,17 @@ from tlk_tracking.trace_files import content_session
 
 Progress = Callable[[int], None]
 
+_SUFFIXES = (".json", ".json.gz")
 # What a comparison would like to know of where it was recorded.
 _COMPARED_FACTS = ("torch", "cuda", "gpu_model", "precision", "strategy", "compiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTrace:
-    """One trace file and the annotation made of it."""
+    """One trace file, what to call it among the others, and the annotation made of it."""
 
     trace: Path
+    name: str
     annotation: KernelAnnotation
 
     @property
@@ -34,6 +37,24 @@ class ImportedTrace:
         """First step and rank: what tells this annotation from the others of its set."""
         manifest = self.annotation.manifest
         return manifest.window.first_step, manifest.rank
+
+
+def find_traces(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files among `paths` as they are, and each `.json` and `.json.gz` file in a folder or below it.
+
+    Raises:
+        TraceError: a folder has none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(one for one in path.rglob("*") if one.name.endswith(_SUFFIXES) and one.is_file())
+        if not inside:
+            raise TraceError(f"{path} has no {' or '.join(_SUFFIXES)} file in it or below")
+        found += inside
+    return tuple(found)
 
 
 def import_traces(
@@ -64,21 +85,27 @@ def import_traces(
                 f"{len(given)} --{what} for {len(traces)} traces; give one for each, in their order, or none"
             )
     imported = []
-    for index, trace in enumerate(traces):
-        with reading(trace) as progress:
-            annotation = import_trace(
-                trace,
-                ops=ops[index] if ops else None,
-                rank=ranks[index] if ranks else None,
-                progress=progress,
-            )
-        imported.append(ImportedTrace(trace=trace, annotation=annotation))
+    for index, (trace, name) in enumerate(zip(traces, _names(traces), strict=True)):
+        try:
+            with reading(trace) as progress:
+                annotation = import_trace(
+                    trace,
+                    ops=ops[index] if ops else None,
+                    rank=ranks[index] if ranks else None,
+                    progress=progress,
+                )
+        except TraceError as error:
+            if name == trace.name:
+                raise
+            raise TraceError(f"{name}: {error}") from error
+        imported.append(ImportedTrace(trace=trace, name=name, annotation=annotation))
     imported.sort(key=lambda one: one.place)
     for before, after in pairwise(imported):
         if before.place == after.place:
             raise TraceError(
-                f"{before.trace.name} and {after.trace.name} are both rank {after.place[1]} of the window that "
-                f"begins with step {after.place[0]}; give --rank once for each trace, or import them one by one"
+                f"{before.name} and {after.name} are both rank {after.place[1]} of the window that begins with "
+                f"step {after.place[0]}; if they are of different runs, or of training and validation, import them "
+                "apart; if they are ranks of one run, give --rank once for each trace"
             )
     return tuple(one for window in _windows(imported) for one in _with_window_facts(window))
 
@@ -93,6 +120,10 @@ def what_is_missing(annotation: KernelAnnotation) -> tuple[str, ...]:
         )
         if [row.step for row in manifest.window.steps] == [0]:
             found.append("no steps but 0: without ProfilerStep#N ranges the whole trace is step 0")
+        if "renumbered_steps" in manifest.notes:
+            found.append(
+                "no number of its own for each step: they are numbered in their order, up to the last one's"
+            )
     elif manifest.call_source is CallSource.MARKERS_ONLY:
         found.append("no --ops: operators, inputs, modules and phases of the marked calls are unknown")
     if manifest.availability_reason is not None:
@@ -101,6 +132,16 @@ def what_is_missing(annotation: KernelAnnotation) -> tuple[str, ...]:
     if unknown:
         found.append(f"no word on {', '.join(unknown)}")
     return tuple(found)
+
+
+def _names(traces: Sequence[Path]) -> list[str]:
+    """Call each trace by its file's name, or by its path from their common folder where names repeat."""
+    names = [trace.name for trace in traces]
+    if len(set(names)) == len(names):
+        return names
+    paths = [Path(os.path.abspath(trace)) for trace in traces]  # noqa: PTH100  # resolve() follows links
+    common = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(common).as_posix() for path in paths]
 
 
 def _windows(imported: Sequence[ImportedTrace]) -> Iterator[list[ImportedTrace]]:

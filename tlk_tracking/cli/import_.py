@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from tlk_tracking.trace_set import ImportedTrace
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE_OR_FOLDER = click.Path(exists=True, path_type=Path)
 
 
 @click.command("import")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=_FILE)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=_FILE_OR_FOLDER)
 @click.option("--ops", type=_FILE, multiple=True, help="Rows that a dispatch mode saw, as JSON; one a trace.")
 @click.option(
     "--rank",
@@ -51,25 +52,26 @@ def command(
     run_name: str | None,
     tracking_uri: str | None,
 ) -> None:
-    """Make an annotation of each TRACE, a Chrome trace of Kineto (.json or .json.gz).
+    """Make an annotation of each TRACE, a Chrome trace of Kineto (.json or .json.gz) or a folder of such traces.
 
     torch.profiler, Lightning's PyTorchProfiler, accelerate and torchtitan write such traces. Traces of the
     same first step are the ranks of one window.
     """
     from tlk_tracking.cli.progress import reading
-    from tlk_tracking.trace_set import import_traces
+    from tlk_tracking.trace_set import find_traces, import_traces
 
     if out is None and run is None and experiment is None:
         raise click.UsageError("give --out DIR, --run RUN_ID or --experiment NAME")
     if run is not None and experiment is not None:
         raise click.UsageError("--run is a run that exists and --experiment makes one; give one of them")
+    files = find_traces(traces)
     # What is wrong with the place is said before minutes of reading.
-    if out is not None and (len(traces) == 1 or not out.is_dir()):
+    if out is not None and (len(files) == 1 or not out.is_dir()):
         _refuse_standing([out])
     if run is not None:
         run = run_id_of(run)
         _refuse_missing(run, tracking_uri)
-    imported = import_traces(traces, ops=ops, ranks=ranks, reading=reading)
+    imported = import_traces(files, ops=ops, ranks=ranks, reading=reading)
     _print(imported)
     if out is not None:
         _save(imported, out)
@@ -133,7 +135,7 @@ def _print(imported: tuple[ImportedTrace, ...]) -> None:
         counted = annotation.manifest.counts["launches"].value
         launches = "launches unknown" if counted is None else plural(int(counted), "launch")
         click.echo(
-            f"{one.trace.name}: {annotation.folder_name}, {plural(len(annotation.complete_steps), 'step')}, "
+            f"{one.name}: {annotation.folder_name}, {plural(len(annotation.complete_steps), 'step')}, "
             f"{launches}, {plural(len(annotation.call_table), 'call row')}"
         )
         for gap in annotation.manifest.gaps:
