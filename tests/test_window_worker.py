@@ -21,10 +21,11 @@ from mlflow import MlflowClient
 from outboxes import environment_with_tests, seal, visible_files, window_facts
 
 from tlk_tracking import window_carriers
-from tlk_tracking.annotation import load_annotation
+from tlk_tracking.annotation import MODULES_FILE, REPORT_FILE, SUMMARY_FILE, TABLE_FILES, load_annotation
 from tlk_tracking.delivery import send, settle
 from tlk_tracking.destinations import Destination
-from tlk_tracking.mlflow_tracking import load_run
+from tlk_tracking.manifest import MANIFEST_FILE
+from tlk_tracking.mlflow_tracking import get_ready, load_run
 from tlk_tracking.outbox import TRACE_FILE, Delivery, DeliveryState, Outbox, RawWindow
 from tlk_tracking.window_worker import WindowWorker
 
@@ -537,3 +538,53 @@ def test_what_another_process_works_on_is_left_to_it(outbox: Outbox, mlflow_sqli
     with outbox.claim(entry):
         assert send(outbox, entry).reason == "another process works on it"
     assert send(outbox, entry).state is DeliveryState.SENT
+
+
+def test_an_annotation_stands_before_its_report_is_drawn_and_before_mlflow_is_loaded(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    window = seal(outbox, window_facts(10), Destination(run_id="a", tracking_uri="sqlite:///no.db"))
+    program = (
+        "import sys; from pathlib import Path; from tlk_tracking.delivery import settle;"
+        "from tlk_tracking.outbox import Outbox; outbox = Outbox(Path(sys.argv[1]));"
+        "print(settle(outbox, outbox.raw_window(sys.argv[2])).state);"
+        "print([name for name in ('mlflow', 'matplotlib') if name in sys.modules])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program, str(outbox.root), window.name],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    annotation = outbox.entry(window.name).annotation_folder
+    assert printed == "saved\n[]\n"
+    assert load_annotation(annotation).manifest.window.first_step == 10
+    assert not (annotation / REPORT_FILE).exists()
+
+
+def test_a_window_that_cannot_be_sent_has_its_report_in_the_outbox(outbox: Outbox, tmp_path: Path) -> None:
+    window = seal(
+        outbox, window_facts(10), Destination(run_id="a", tracking_uri=f"sqlite:///{tmp_path}/no.db")
+    )
+    settle(outbox, window)
+    entry = outbox.entry(window.name)
+    assert send(outbox, entry).state is DeliveryState.SAVED
+    assert sorted(path.name for path in entry.annotation_folder.iterdir()) == sorted(
+        (*TABLE_FILES, SUMMARY_FILE, MODULES_FILE, MANIFEST_FILE, REPORT_FILE)
+    )
+
+
+def test_a_report_that_is_there_is_sent_as_it_is(outbox: Outbox, mlflow_sqlite: str) -> None:
+    destination = _new_run(mlflow_sqlite)
+    window = seal(outbox, window_facts(10), destination)
+    settle(outbox, window)
+    entry = outbox.entry(window.name)
+    folder = entry.annotation_folder
+    (folder / REPORT_FILE).write_text("drawn before")
+    artifact = "/".join(("kernel_telemetry", *folder.parts[-2:], REPORT_FILE))
+    assert send(outbox, entry).state is DeliveryState.SENT
+    client = MlflowClient(tracking_uri=mlflow_sqlite)
+    assert Path(client.download_artifacts(destination.run_id, artifact)).read_text() == "drawn before"
+
+
+def test_getting_ready_for_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    get_ready(f"sqlite:///{tmp_path}/no.db")
+    assert list(tmp_path.iterdir()) == []

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import pandas as pd
 import pyarrow as pa
 
 from tlk_tracking.annotation_checks import check_lengths, check_tables
@@ -41,9 +41,6 @@ from tlk_tracking.table_files import (
     read_plain,
 )
 from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, KERNEL_LAUNCHES, LAUNCH_RELATIONS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CALLS_FILE = "aten_calls.parquet"
 LAUNCHES_FILE = "kernel_launches.parquet"
@@ -309,7 +306,5 @@ def _read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 def _frame(table: pa.Table) -> pd.DataFrame:
     """Nullable integers stay integers; texts become categories."""
-    import pandas as pd  # late: nothing is tracked as a frame, and the window worker would wait for it
-
     kinds = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
     return table.to_pandas(types_mapper=kinds.get)
