@@ -206,36 +206,10 @@ class _timed_session:  # noqa: N801 - used as a function
 
 
 def _fits(size: Size, device: str, work: Path) -> dict[str, Any]:
-    """A fit of 60 steps with one window of 3 + 3 steps, ours and Lightning's own profiler's, and without either."""
-    from lightning.pytorch.profilers import PyTorchProfiler
+    """Fits with one window, ours and Lightning's own profiler's, and without either."""
+    from benchmarks.fits import compare_fits
 
-    from benchmarks.fits import fit
-    from tlk_tracking.callbacks import KernelTelemetry
-
-    def run(name: str, number: int) -> float:
-        folder = work / "fits"  # one database for all
-        callbacks, profiler = [], None
-        if name == "kernel_telemetry":
-            callbacks = [
-                KernelTelemetry(skip_first=10, warmup=3, active=3, max_windows=1, min_interval_s=0.0)
-            ]
-        elif name == "pytorch_profiler":
-            schedule = torch.profiler.schedule(skip_first=10, wait=0, warmup=3, active=3, repeat=1)
-            profiler = PyTorchProfiler(dirpath=folder / str(number), filename="trace", schedule=schedule)
-        return fit(size, steps=60, folder=folder, device=device, callbacks=callbacks, profiler=profiler)
-
-    names = ("plain", "kernel_telemetry", "pytorch_profiler")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    run("plain", 99)  # loads code
-    for number in range(4):
-        for name in names if number % 2 else reversed(names):
-            seconds[name].append(run(name, number))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "seconds": {name: round(value, 3) for name, value in medians.items()},
-        "ours_over_pytorch_profiler": round(medians["kernel_telemetry"] / medians["pytorch_profiler"], 4),
-        "samples": seconds,
-    }
+    return compare_fits(size, device, work / "fits")
 
 
 def _write(report: dict[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_fits import ABANDONED, COMPLETE, RAISED, Small, Telemetry, batches, fit
+from lightning_fits import ABANDONED, COMPLETE, RAISED, SilentWorker, Small, Telemetry, batches, fit
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +46,20 @@ def reasons(telemetry: Telemetry) -> set[GapReason]:
 
 
 # The main job
+
+
+def test_the_worker_starts_before_the_fit_is_set_up(
+    tmp_path: Path, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+
+    class Witness(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            order.append("the fit is set up")
+
+    monkeypatch.setattr(SilentWorker, "start", lambda worker: order.append("the worker starts"))
+    fit(tmp_path, [telemetry, Witness()])
+    assert order == ["the worker starts", "the fit is set up"]
 
 
 def test_a_window_holds_the_steps_after_its_warm_up(tmp_path: Path, telemetry: Telemetry) -> None:
