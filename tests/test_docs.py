@@ -76,7 +76,8 @@ for kind, code in page["blocks"]:
     done = subprocess.run(["bash", "-euc", code], check=True, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     made = re.findall(r"^next: tlk show runs:/(\\w+)", done.stdout, re.M)
-    namespace = dict(zip(("baseline_id", "candidate_id"), made)) | namespace
+    for name, run in zip(("baseline_id", "candidate_id"), made):
+        namespace.setdefault(name, run)
 """
 
 
