@@ -8,6 +8,7 @@ launchers, with which the rank comes from the environment: then RANKS is `env`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -74,6 +75,8 @@ class Net(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if type(self.trainer.strategy).__name__ == "DeepSpeedStrategy":
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
         # The same launches for every layout of the parameters.
         return torch.optim.SGD(self.parameters(), lr=0.01, foreach=False)
 
@@ -195,6 +198,8 @@ def run_fit(
     else:
         if clock.ends:  # where ranks are spawned, this process has none
             said["median_ms"] = clock.median_ms(first, first + chosen["active"] - 1)
+        if strategy.startswith("deepspeed"):
+            said |= _weights(model)
     said["ended_at_s"] = time.time()
     # Asked for a run that it does not have, a logger makes one.
     return said | {"run_id": logger.run_id if rank == 0 and clock.ends and logger is not None else None}
@@ -232,6 +237,10 @@ def _strategy(name: str, plan: Plan) -> Any:
         return ModelParallelStrategy(
             data_parallel_size=plan.world_size, tensor_parallel_size=1, timeout=timeout
         )
+    if name.startswith("deepspeed"):
+        from lightning.pytorch.strategies import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(stage=int(name.removeprefix("deepspeed")), timeout=timeout)
     from lightning.pytorch.strategies import DDPStrategy
 
     start_method: Any = "spawn" if name == "ddp_spawn" else "popen"
@@ -239,6 +248,18 @@ def _strategy(name: str, plan: Plan) -> Any:
     return DDPStrategy(
         timeout=timeout, process_group_backend=backend, start_method=start_method, bucket_cap_mb=4
     )
+
+
+def _weights(model: Net) -> dict[str, Any]:
+    """Return whether what this rank holds of the weights is finite, and its digest; a stage 3 keeps it elsewhere."""
+    held = torch.cat(
+        [getattr(weight, "ds_tensor", weight).detach().flatten().cpu() for weight in model.parameters()]
+    )
+    return {
+        "finite": bool(held.isfinite().all()),
+        "weights": held.numel(),
+        "sha256": hashlib.sha256(held.numpy().tobytes()).hexdigest(),
+    }
 
 
 def _strike(plan: Plan, fault: dict[str, Any], step: int) -> None:

@@ -2,146 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from rank_worlds import HANG_S, World, run_worlds
 
-from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry, load_run
+from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry
 
 # A world has up to eight processes, and the machine may be busy.
 pytestmark = pytest.mark.timeout(400)
 
-PROGRAM = Path(__file__).parent / "rank_fits.py"
 TELEMETRY = {"ranks": "all", "upload_timeout_s": 60.0}
 FIRST = 3  # the window's steps are 3 and 4
 # A second window comes due with step 6, but for the clock.
 TWO_WINDOWS = {"every_n_steps": 3, "min_interval_s": 1000.0}
-LIMIT_S = 300
-# Nothing may wait for longer after a rank is gone.
-HANG_S = 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """A world that has ended."""
-
-    folder: Path
-    uri: str
-    output: str
-
-    def said(self, name: str) -> dict[int, dict[str, Any]]:
-        """Return what each rank that lived to the end says of a fit."""
-        files = sorted(self.folder.glob(f"{name}.rank_*.json"))
-        return {int(path.stem.rpartition("_")[2]): json.loads(path.read_text()) for path in files}
-
-    def run(self, name: str) -> RunTelemetry:
-        """Return what is in the run of a fit, which has made no other."""
-        client = MlflowClient(self.uri)
-        experiment = client.get_experiment_by_name(self.folder.name)
-        assert experiment is not None, self.output[-3000:]
-        runs = client.search_runs([experiment.experiment_id], filter_string=f"run_name = '{name}'")
-        assert len(runs) == 1, self.output[-3000:]
-        return load_run(runs[0].info.run_id, self.uri)
-
-    def waited_s(self, name: str) -> float:
-        """Return how long after the fault the last rank ended."""
-        ends = [said["ended_at_s"] for said in self.said(name).values()]
-        return float(max(ends)) - float((self.folder / "struck_at_s").read_text())
-
-
-def run_worlds(
-    folder: Path, uri: str, plans: Mapping[str, Any], launcher: str | None = None, *, nodes: int = 1
-) -> dict[str, World]:
-    """Run worlds (name -> size, fits) to their ends, and see that no process of theirs is left.
-
-    Without a launcher all ranks are forks of one program; else each node has a program of its own.
-    """
-    arguments = []
-    for name, (size, fits) in plans.items():
-        place = folder / name
-        place.mkdir()
-        plan = {
-            "folder": str(place), "uri": uri, "world_size": size, "fits": fits, "nodes": nodes, "port": free_port(),
-        }  # fmt: skip
-        (place / "plan.json").write_text(json.dumps(plan))
-        ranks = "env" if launcher else ",".join(str(rank) for rank in range(size))
-        arguments += [str(place / "plan.json"), ranks]
-    token = secrets.token_hex(8)
-    log = folder / "world.log"
-    port, deadline = free_port(), time.monotonic() + LIMIT_S
-    with log.open("wb") as output:
-        programs = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", *through(launcher, nodes, node, port), str(PROGRAM), *arguments],
-                cwd=folder,
-                env={
-                    **os.environ, "TLK_TEST_WORLD": token, "OMP_NUM_THREADS": "1",
-                    **environment(launcher, nodes, node, port),
-                },
-                stdout=output, stderr=output, start_new_session=True,
-            )
-            for node in range(nodes)
-        ]  # fmt: skip
-        try:
-            for program in programs:
-                program.wait(timeout=deadline - time.monotonic())
-        finally:
-            left = still_there(f"TLK_TEST_WORLD={token}", limit_s=HANG_S)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-    assert left == [], "processes of the world are left"
-    said = log.read_text(errors="replace")
-    return {name: World(folder=folder / name, uri=uri, output=said) for name in plans}
-
-
-def through(launcher: str | None, nodes: int, node: int, port: int) -> list[str]:
-    """Return what Python runs before the program of a node."""
-    if launcher != "torchrun":
-        return []  # Lightning starts the node's other ranks itself
-    meeting = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    return ["-m", "torch.distributed.run", "--nproc-per-node=2", *meeting]
-
-
-def environment(launcher: str | None, nodes: int, node: int, port: int) -> dict[str, str]:
-    """Return what a cluster says to a node's one program, from which Lightning starts the node's ranks."""
-    if nodes == 1 or launcher == "torchrun":
-        return {}
-    return {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def still_there(token: str, *, limit_s: float) -> list[int]:
-    """Return the processes with the token in their environment that do not end within the limit."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, token)]  # noqa: PTH208 - names alone
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
-
-
-def _has(pid: int, token: str) -> bool:
-    try:
-        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
