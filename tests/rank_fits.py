@@ -205,11 +205,14 @@ def run_fit(
     return said | {"run_id": logger.run_id if rank == 0 and clock.ends and logger is not None else None}
 
 
-def run_rank(plan: Plan, rank: int) -> None:
-    """Run every fit of the plan as this rank."""
+def run_rank(plan: Plan, rank: int) -> bool:
+    """Run every fit of the plan as this rank; return whether the last one ended well."""
+    ended_well = True
     for fit in plan.fits:
         said = run_fit(plan, rank, **fit)
         Path(plan.folder, f"{fit['name']}.rank_{rank}.json").write_text(json.dumps(said))
+        ended_well = said["ended"] == "well"
+    return ended_well
 
 
 def _disk(plan: Plan, rank: int) -> Path:
@@ -304,7 +307,8 @@ def main() -> None:
     for path, ranks in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         plan = Plan(**json.loads(Path(path).read_text()))
         if ranks == "env":
-            run_rank(plan, _rank_from_environment(plan))
+            if not run_rank(plan, _rank_from_environment(plan)):
+                sys.exit(1)  # as an error that nobody caught: torchrun ends the other ranks of the node
         elif ranks.isdecimal():  # a process that has asked for GPUs may not be forked
             _run_alone(plan, int(ranks))
         else:

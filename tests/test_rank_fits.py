@@ -53,6 +53,7 @@ def two_nodes(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> W
             "name": "offline", "telemetry": TELEMETRY | {"ranks": [0, 3], "upload_timeout_s": 10.0},
             "fault": {"rank": 3, "kind": "offline"},
         },
+        {"name": "kill", "telemetry": TELEMETRY, "fault": {"rank": 3, "kind": "kill", "step": FIRST + 1}},
     ]  # fmt: skip
     folder = tmp_path_factory.mktemp("nodes")
     return run_worlds(folder, mlflow_server, {"nodes": (4, fits)}, "torchrun", nodes=2)["nodes"]
@@ -213,6 +214,22 @@ def test_one_rank_is_killed_in_a_window_and_the_other_keeps_its_own(worlds: dict
         (0, RankGapReason.CAPTURE_RAISED),
         (1, RankGapReason.NOT_SENT),
     ]
+
+
+def test_one_rank_is_killed_on_one_node_and_the_other_node_keeps_its_windows(two_nodes: World) -> None:
+    """What torchrun, which ends the rest of the first node, leaves rank 2 time for is not ours to say."""
+    said = two_nodes.said("kill")
+    assert {rank: said[rank]["ended"] for rank in said if rank != 2} == {0: "RuntimeError", 1: "RuntimeError"}
+    assert two_nodes.waited_s("kill") < HANG_S
+    upload(two_nodes.folder / "node_0" / "kill")
+    run = two_nodes.run("kill")
+    raised = [(FIRST, "complete"), (FIRST + 1, "raised")]
+    assert {rank: steps for rank, steps in recorded(run).items() if rank != 2} == {0: raised, 1: raised}
+    assert {gap.rank: gap.reason for gap in run.rank_gaps if gap.rank != 2} == {
+        0: RankGapReason.CAPTURE_RAISED,
+        1: RankGapReason.CAPTURE_RAISED,
+        3: RankGapReason.NOT_SENT,
+    }
 
 
 @pytest.mark.parametrize(("launcher", "nodes"), [("subprocesses", 1), ("spawn", 1), ("subprocesses", 2)])
