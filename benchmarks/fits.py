@@ -104,6 +104,8 @@ def fit(
 
 def compare_fits(size: Size, device: str, work: Path, *, rounds: int = 5) -> dict[str, Any]:
     """Return the medians of each contender's marks in a short and in a long fit, and what the worker spends."""
+    if device == "cpu":
+        torch.set_num_threads(1)  # threads that wait for each other on a shared core take 30 times as long
     contenders = {"plain": _plain, "kernel_telemetry": _telemetry, "pytorch_profiler": _pytorch_profiler}
     found: dict[str, Any] = {}
     for name, length in LENGTHS.items():
