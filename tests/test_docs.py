@@ -97,8 +97,6 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
 def test_the_code_of_a_page_works(page: Path, mlflow_sqlite: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     traces.mkdir()
-    for path in (*DATA.glob("*.trace.json.gz"), *DATA.glob("*.ops.json")):
-        shutil.copy(path, traces)
     shutil.copy(DATA / "eager_transformer.trace.json.gz", traces / "before.json.gz")
     shutil.copy(DATA / "compiled_transformer.trace.json.gz", traces / "after.json.gz")
     for side in ("before", "after"):
@@ -107,6 +105,8 @@ def test_the_code_of_a_page_works(page: Path, mlflow_sqlite: str, tmp_path: Path
         for rank in (0, 1):
             shutil.copy(DATA / f"ddp_rank{rank}.trace.json.gz", window / f"rank{rank}_trace.json.gz")
     shutil.copytree(TOP / "examples", tmp_path / "examples")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/data").symlink_to(DATA)
     blocks = [(kind, code.replace("http://127.0.0.1:5000", mlflow_sqlite)) for kind, code in _blocks(page)]
     given = {"name": page.name, "given": GIVEN.get(page.name, ""), "blocks": blocks}
     done = subprocess.run(
