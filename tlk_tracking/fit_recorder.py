@@ -180,7 +180,10 @@ class FitRecorder:
             self._finish()
         elif self._progress.begun == 0 and (due := next_due(step, self._schedule, progress=self._progress)):
             _log.warning(
-                "the fit ended before step %d without a window; the next was due at step %d", step, due
+                "the fit ended before step %d without a window; the next was due at step %d, "
+                "KernelTelemetry(skip_first=...) sets when",
+                step,
+                due,
             )
         self.attention_step = NEVER
 
