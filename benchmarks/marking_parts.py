@@ -2,8 +2,8 @@
 
     python -m benchmarks.marking_parts RESULT.json [--device cpu] [--steps 20] [--rounds 5]
 
-Each variant runs in turn, forwards and backwards (A B C C B A), always under a plain `torch.profiler`. An empty mode is
-the least that any tool pays which sees the calls from Python: what we add to it is ours.
+The variants take turns step by step (A B C C B A) in one session of a plain `torch.profiler`. An empty mode is the
+least that any tool pays which sees the calls from Python: what we add to it is ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.models import CPU_BOUND, LAUNCH_BOUND, training_step
 from tlk_tracking.markers import CallMarkers
 from tlk_tracking.modules import ModuleTracker
-from tlk_tracking.records import Phase
+from tlk_tracking.records import Phase, StepOutcome
 from tlk_tracking.step_brackets import StepBrackets
 from tlk_tracking.torch_private import NamedRange, dispatch_mode_stack, session_options
 
@@ -54,26 +54,32 @@ class RangeMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _marked(model: torch.nn.Module, *, modules: bool) -> Any:
-    tracker = ModuleTracker("benchmark", root=model) if modules else None
-    calls = CallMarkers("benchmark", locate=None if tracker is None else tracker.locate)
-    brackets = StepBrackets("benchmark", calls=calls, base=dispatch_mode_stack(), modules=tracker)
-    brackets.open(0, phase=Phase.FORWARD)
-    try:
-        yield
-    finally:
-        brackets.pause()
-    if calls.fault is not None:
-        raise calls.fault
+class Marks:
+    """Our own markers around one step at a time."""
+
+    def __init__(self, model: torch.nn.Module, *, modules: bool) -> None:
+        self._tracker = ModuleTracker("benchmark", root=model) if modules else None
+        self.calls = CallMarkers("benchmark", locate=None if self._tracker is None else self._tracker.locate)
+        self._brackets = StepBrackets(
+            "benchmark", calls=self.calls, base=dispatch_mode_stack(), modules=self._tracker
+        )
+
+    def __enter__(self) -> None:
+        self._brackets.open(0, phase=Phase.FORWARD)
+
+    def __exit__(self, *error: object) -> None:
+        self._brackets.close(StepOutcome.COMPLETE)
+        for part in (self.calls, self._tracker):
+            if part is not None and part.fault is not None:
+                raise part.fault
 
 
 VARIANTS: dict[str, Variant] = {
     "profiler alone": lambda model: nullcontext(),
     "an empty dispatch mode": lambda model: EmptyMode(),  # type: ignore[no-untyped-call]  # torch's own
     "a mode with numbered ranges": lambda model: RangeMode(),
-    "rows of calls, without modules": lambda model: _marked(model, modules=False),
-    "rows of calls, with modules": lambda model: _marked(model, modules=True),
+    "rows of calls, without modules": lambda model: Marks(model, modules=False),
+    "rows of calls, with modules": lambda model: Marks(model, modules=True),
 }
 
 
@@ -90,11 +96,11 @@ def main() -> None:
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     for _ in range(10):
         step()
-    calls = _count_calls(step)
+    calls = _count_calls(model, step)
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    order = [*VARIANTS, *reversed(VARIANTS)]
-    for name in order * options.rounds:
-        times[name] += _profiled_steps(VARIANTS[name](model), step, wait, options.steps, on_gpu=on_gpu)
+    for _ in range(options.rounds):
+        for name, each in _steps_in_turn(model, step, wait, options.steps, on_gpu=on_gpu).items():
+            times[name] += each
     medians = {name: statistics.median(each) for name, each in times.items()}
     alone = medians["profiler alone"]
     report = {
@@ -115,38 +121,35 @@ def main() -> None:
     print(json.dumps(report, indent=1))
 
 
-def _profiled_steps(
-    variant: AbstractContextManager[object],
-    step: Callable[[], None],
-    wait: Callable[[], None],
-    steps: int,
-    *,
-    on_gpu: bool,
-) -> list[float]:
+def _steps_in_turn(
+    model: torch.nn.Module, step: Callable[[], None], wait: Callable[[], None], steps: int, *, on_gpu: bool
+) -> dict[str, list[float]]:
+    """Time steps of one profiler session, the variants in turn."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    times = []
-    with ExitStack() as stack:
-        running = stack.enter_context(profile(activities=activities, experimental_config=session_options()))
-        stack.enter_context(variant)
-        step()  # what is new to a variant is learnt here
-        wait()
-        for _ in range(steps):
-            begin = time.perf_counter()
-            step()
-            wait()
-            times.append(time.perf_counter() - begin)
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    variants = {name: make(model) for name, make in VARIANTS.items()}
+    clock = time.perf_counter if on_gpu else time.process_time  # a CPU may be shared with other work
+    order = [*variants, *reversed(variants)]
+    with profile(activities=activities, experimental_config=session_options()) as running:
+        for _ in range(1 + steps // 2):
+            for name in order:
+                with variants[name]:
+                    begin = clock()
+                    step()
+                    wait()
+                    times[name].append(clock() - begin)
     del running
     gc.collect()
-    return times
+    return {
+        name: each[2:] for name, each in times.items()
+    }  # what is new to a variant is learnt in the first ones
 
 
-def _count_calls(step: Callable[[], None]) -> int:
-    calls = CallMarkers("benchmark")
-    brackets = StepBrackets("benchmark", calls=calls, base=dispatch_mode_stack())
-    brackets.open(0, phase=Phase.FORWARD)
-    step()
-    brackets.pause()
-    return len(calls.noted().rows)
+def _count_calls(model: torch.nn.Module, step: Callable[[], None]) -> int:
+    marks = Marks(model, modules=False)
+    with marks:
+        step()
+    return len(marks.calls.noted().rows)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ def test_numbers_begin_again_with_each_step() -> None:
     root = nn.ModuleDict({"a": layer})
     tracker = ModuleTracker(SESSION, root=root)
     numbers = []
-    handle = layer.register_forward_hook(lambda *_: numbers.append(tracker.locate(None)))
-    layer.forward = lambda x: numbers.append(tracker.locate(None)) or x  # type: ignore[method-assign,func-returns-value]
+    handle = layer.register_forward_hook(
+        lambda *_: numbers.append(tracker.locate(None, threading.get_ident()))
+    )
+    layer.forward = lambda x: numbers.append(tracker.locate(None, threading.get_ident())) or x  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
         tracker.begin_step()
         tracker.attach()
@@ -221,7 +223,7 @@ def test_an_interrupt_from_the_keyboard_leaves_no_call_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         root["a"](input_of())
     tracker.detach()
-    assert tracker.locate(None) == (None, None)
+    assert tracker.locate(None, threading.get_ident()) == (None, None)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -295,7 +297,7 @@ def test_another_threads_module_is_not_this_threads() -> None:
         thread = threading.Thread(target=root["a"], args=(input_of(),))
         thread.start()
         assert inside.wait(20)
-        seen.append(tracker.locate(None))
+        seen.append(tracker.locate(None, threading.get_ident()))
         done.set()
         thread.join()
 
@@ -313,8 +315,8 @@ def test_a_mark_of_another_window_is_not_ours() -> None:
     located(lambda: kept.append(pair(input_of()).sum()), pair)
     tracker = ModuleTracker("00000001", root=pair)
     node = kept[0].grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    assert node.metadata[NODE_KEY] == (SESSION, "second.1", 0)
-    assert tracker.locate(node) == (None, None)
+    assert node.metadata[NODE_KEY] == (SESSION, ("second.1", 0))
+    assert tracker.locate(node, threading.get_ident()) == (None, None)
 
 
 def test_nothing_of_a_step_is_kept_alive() -> None:
@@ -359,7 +361,7 @@ def test_a_fault_of_ours_is_noted_and_the_module_runs(monkeypatch: pytest.Monkey
     tracker.detach()
     assert output.shape == (2, 4)
     assert isinstance(tracker.fault, ZeroDivisionError)
-    assert tracker.locate(None) == (None, None)
+    assert tracker.locate(None, threading.get_ident()) == (None, None)
 
 
 def test_module_tracking_changes_no_call() -> None:

@@ -31,10 +31,13 @@ from tlk_tracking.torch_private import (
     skip_in_dynamo,
 )
 
-# (module path, which call of that module) of the running call; it gets the autograd node that runs, or None.
-LocateModule = Callable[[Any], tuple[str | None, int | None]]
+# (module path, which call of that module) of the running call; it gets the autograd node that runs, or None, and the
+# thread's identifier.
+LocateModule = Callable[[Any, int], tuple[str | None, int | None]]
 # (sequence, step, phase, operator, signature, thread, module path, module call): numbers point into CallRows.
 Row = tuple[int, int | None, int, int, int | None, int, str | None, int | None]
+
+_Described = tuple[torch.Size, torch.dtype, torch.device]
 
 _PHASES = tuple(Phase)
 _BACKWARD = _PHASES.index(Phase.BACKWARD)
@@ -45,6 +48,20 @@ _IGNORED, _TENSOR, _SEQUENCE, _TENSOR_SUBCLASS = range(4)
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+class _Kinds(dict[type, int]):
+    """What a value of each type is to a row; learns a type when it is first asked for."""
+
+    def __missing__(self, kind: type) -> int:
+        if kind in _TENSOR_TYPES:
+            found = _TENSOR
+        elif issubclass(kind, torch.Tensor):
+            found = _TENSOR_SUBCLASS
+        else:
+            found = _SEQUENCE if kind in (list, tuple) else _IGNORED
+        self[kind] = found
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRows:
     """The calls of one window as they were noted, before they are text.
@@ -53,13 +70,13 @@ class CallRows:
         rows: one per call, in no sure order.
         raised: sequences of the calls that raised.
         operators: (operator, overload) by number.
-        signatures: (shape, dtype, device, shape, dtype, device, ...) of the tensors of a call, with its number.
+        signatures: (shape, dtype, device) of each tensor of a call, with the number of that signature.
     """
 
     rows: Sequence[Row]
     raised: frozenset[int]
     operators: tuple[tuple[str, str | None], ...]
-    signatures: dict[tuple[Any, ...], int]  # Any: torch.Size, torch.dtype and torch.device by turns
+    signatures: dict[tuple[_Described, ...], int]
 
 
 class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -90,9 +107,9 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._functions: list[object] = []  # held, so that no other function gets the id of one we know
         self._known: dict[int, tuple[Callable[..., Any], int]] = {}
         self._operators: list[tuple[str, str | None]] = []
-        self._kinds: dict[type, int] = {}
+        self._kinds = _Kinds()
         self._threads: dict[int, int] = {}
-        self._signatures: dict[tuple[Any, ...], int] = {}
+        self._signatures: dict[tuple[_Described, ...], int] = {}
         self._rows: list[Row] = []
         self._raised: list[int] = []
         # Autograd's threads are in here at the same time: each of these is one step for the interpreter.
@@ -132,7 +149,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             thread = threading.get_ident()
             native = self._threads.get(thread) or self._threads.setdefault(thread, threading.get_native_id())
             phase = _BACKWARD if node is not None else self._phase if thread == self._owner else _OTHER
-            path, module_call = (None, None) if self._locate is None else self._locate(node)
+            path, module_call = (None, None) if self._locate is None else self._locate(node, thread)
             sequence = self._next_sequence()
             if sequence >= self.most_calls:
                 raise RecordingError(f"the window is full: it has {self.most_calls} ATen calls")
@@ -160,25 +177,21 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     def _describe(self, args: Any, kwargs: Any) -> int | None:
         """Return the number of this signature, or None when a tensor has no shape to tell (a nested one, say)."""
         kinds = self._kinds
-        described: list[Any] = []
+        described: list[_Described] = []
         try:
             for value in (*args, *kwargs.values()) if kwargs else args:
-                kind = kinds.get(type(value))
-                if kind is None:
-                    kind = self._learn_kind(type(value))
+                kind = kinds[type(value)]
                 if kind == _TENSOR:
-                    described += (value.shape, value.dtype, value.device)
+                    described.append((value.shape, value.dtype, value.device))
                 elif kind == _SEQUENCE:
                     for item in value:
-                        kind = kinds.get(type(item))
-                        if kind is None:
-                            kind = self._learn_kind(type(item))
+                        kind = kinds[type(item)]
                         if kind == _TENSOR:
-                            described += (item.shape, item.dtype, item.device)
+                            described.append((item.shape, item.dtype, item.device))
                         elif kind == _TENSOR_SUBCLASS:
-                            described += _describe_subclass(item)
+                            described.append(_describe_subclass(item))
                 elif kind == _TENSOR_SUBCLASS:
-                    described += _describe_subclass(value)
+                    described.append(_describe_subclass(value))
             signature = tuple(described)
             number = self._signatures.get(signature)
             return (
@@ -206,16 +219,6 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._functions.append(func)
         self._known[id(func)] = known = (direct_call(func), number)
         return known
-
-    def _learn_kind(self, kind: type) -> int:
-        if kind in _TENSOR_TYPES:
-            found = _TENSOR
-        elif issubclass(kind, torch.Tensor):
-            found = _TENSOR_SUBCLASS
-        else:
-            found = _SEQUENCE if kind in (list, tuple) else _IGNORED
-        self._kinds[kind] = found
-        return found
 
     def give_up(self, error: Exception) -> None:
         """Note a fault of our own and record nothing more."""
@@ -262,24 +265,23 @@ def _operator_name(func: Any) -> tuple[str, str | None]:
     return f"higher_order.{func}", None
 
 
-def _describe_subclass(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _describe_subclass(tensor: torch.Tensor) -> _Described:
     with torch._C.DisableTorchFunctionSubclass():  # its own __torch_function__ is none of our business
         return (tensor.shape, tensor.dtype, tensor.device)
 
 
-def _by_number(signatures: dict[tuple[Any, ...], int]) -> list[tuple[Any, ...]]:
+def _by_number(signatures: dict[tuple[_Described, ...], int]) -> list[tuple[_Described, ...]]:
     """Return the signatures so that each stands at its number; a number that a race left out is ()."""
-    placed: list[tuple[Any, ...]] = [()] * (max(signatures.values(), default=-1) + 1)
+    placed: list[tuple[_Described, ...]] = [()] * (max(signatures.values(), default=-1) + 1)
     for signature, number in signatures.items():
         placed[number] = signature
     return placed
 
 
-def _inputs_text(signature: tuple[Any, ...]) -> str:
-    triples = zip(signature[0::3], signature[1::3], signature[2::3], strict=True)
+def _inputs_text(signature: tuple[_Described, ...]) -> str:
     described = [
         [[int(size) for size in shape], str(dtype).removeprefix("torch."), str(device)]
-        for shape, dtype, device in triples
+        for shape, dtype, device in signature
     ]
     return json.dumps(described, separators=(",", ":"))
 
@@ -310,6 +312,6 @@ for _function in (
     CallMarkers._describe,
     CallMarkers._learn,
     CallMarkers._name,
-    CallMarkers._learn_kind,
+    _Kinds.__missing__,
 ):
     skip_in_dynamo(cast(FunctionType, _function))

@@ -25,12 +25,13 @@ from tlk_tracking.torch_private import (
     skip_in_dynamo,
 )
 
-# What a node's metadata holds under this key: (session, module path, number of the call). Strings and a number
+# What a node's metadata holds under this key: (session, (module path, number of the call)). Strings and a number
 # only: metadata lives as long as the graph does.
 NODE_KEY = "tlk_tracking.module"
 
-_Label = tuple[str, str, int]
+_Label = tuple[str, tuple[str, int]]
 _Node = Any  # torch has no type for what `grad_fn` is
+_NOWHERE = (None, None)
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class ModuleTracker:
             for parameter in module.parameters(recurse=False)
         }
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._thread = threading.local()
+        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)  # of each thread, the innermost last
         self._handles: list[Any] = []  # Any: torch has no public name for what it hands back
         self._unhide: Callable[[], None] = lambda: None
         self._compiling = CompileWatch(before=self._remove, after=self._install)
@@ -96,26 +97,25 @@ class ModuleTracker:
         self._compiling.end()
         self._remove()
         # An interrupt from the keyboard passes through a module without a word to its hooks.
-        calls = self._thread.__dict__.get("calls")
+        calls = self._calls[threading.get_ident()]
         while calls:
             calls.pop().range.__exit__(None, None, None)
-        self._thread = threading.local()
+        self._calls.clear()
 
-    def locate(self, node: _Node) -> tuple[str | None, int | None]:
+    def locate(self, node: _Node, thread: int) -> tuple[str | None, int | None]:
         """Return path and number of the module call that is running in this thread, `node` being its autograd node.
 
         None is unknown: code outside modules, double backward, nodes made outside active steps.
         """
-        calls = self._thread.__dict__.get("calls")
+        calls = self._calls[thread]
         if calls and calls[-1].node is node:
-            _, path, number = calls[-1].label
-            return path, number
+            return calls[-1].label[1]
         if node is None:
-            return None, None
+            return _NOWHERE
         if isinstance(node, AccumulateGrad):  # outlives the step, so it bears no mark
             return self._owners.get(id(node.variable)), None
         label: _Label | None = node.metadata.get(NODE_KEY)
-        return label[1:] if label is not None and label[0] == self._session else (None, None)
+        return label[1] if label is not None and label[0] == self._session else _NOWHERE
 
     def _install(self) -> None:
         self._handles.append(register_module_forward_pre_hook(self._before))
@@ -135,21 +135,21 @@ class ModuleTracker:
             return
         try:
             path = known[1]
-            label = (self._session, path, next(self._numbers[path]))
+            number = next(self._numbers[path])
             call = _Call(
                 module=module,
-                label=label,
+                label=(self._session, (path, number)),
                 node=current_autograd_node(),
                 first=next_sequence_number(),
-                range=NamedRange(f"{self._prefix}{label[2]}::{path}"),
+                range=NamedRange(f"{self._prefix}{number}::{path}"),
             )
-            self._thread.__dict__.setdefault("calls", []).append(call)
+            self._calls[threading.get_ident()].append(call)
             call.range.__enter__()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with our notes, the module has to run
             self._give_up(error)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls = self._thread.__dict__.get("calls")
+        calls = self._calls[threading.get_ident()]
         if not calls or calls[-1].module is not module or torch.compiler.is_compiling():
             return  # its beginning was not seen
         try:
