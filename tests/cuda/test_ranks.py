@@ -316,39 +316,75 @@ def test_what_a_step_costs(kind: str, world: World, note: Callable[[str, str, ob
     assert all(value is not None for values in costs.values() for value in values)
 
 
-def test_one_rank_raises_in_a_window_and_both_end(mlflow_sqlite: str, tmp_path: Path, check: Check) -> None:
-    """NCCL is asked to raise when a peer does not come, as it has to for a fit to end by an error on every rank."""
+def raise_in_a_window(folder: Path, uri: str, **environment: str) -> tuple[World, float]:
+    """Let rank 1 raise in the second recorded step; return what was left, and how long it took in seconds."""
     fit = {
         "name": "raises", "telemetry": TELEMETRY, "steps": 20, "width": 256, "layers": 3, "batch": 16,
         "fault": {"rank": 1, "kind": "raise", "step": FIRST + 1},
     }  # fmt: skip
     started = time.monotonic()
-    world = run_world(tmp_path, [fit], mlflow_sqlite, limit_s=RAISE_LIMIT_S, TORCH_NCCL_BLOCKING_WAIT="1")
+    world = run_world(folder, [fit], uri, limit_s=RAISE_LIMIT_S, **environment)
     took_s = time.monotonic() - started
-    waiting = Outbox(tmp_path / "raises" / "kernel_telemetry_outbox")
+    waiting = Outbox(folder / "raises" / "kernel_telemetry_outbox")
     for _ in range(20):
         if not (waiting.raw_windows() or waiting.entries()):
             break
         subprocess.run([sys.executable, "-c", UPLOAD, "upload", "--outbox", str(waiting.root)], check=False)
+    return world, took_s
+
+
+def outcomes(annotation: KernelAnnotation) -> dict[int, str]:
+    return {row.step: StepOutcome(row.outcome).value for row in annotation.manifest.window.steps}
+
+
+def says_so(annotation: KernelAnnotation) -> bool:
+    return "capture_raised" in {gap.reason.value for gap in annotation.manifest.gaps}
+
+
+def test_one_rank_raises_in_a_window_and_both_end(mlflow_sqlite: str, tmp_path: Path, check: Check) -> None:
+    """NCCL is asked to give up a collective whose peer does not come: only so does the other rank get an error."""
+    world, took_s = raise_in_a_window(tmp_path, mlflow_sqlite, TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
     annotations = world.annotations("raises")
+    steps = {rank: outcomes(one) for rank, one in annotations.items()}
     check(
         "2 GPUs: rank 1 raises in the second recorded step",
-        "DDP, TORCH_NCCL_BLOCKING_WAIT=1, a process group that waits 25 s",
+        "DDP, TORCH_NCCL_ASYNC_ERROR_HANDLING=2, a process group that waits 25 s",
         {
             "ended in time": True, "rank 1": "ArithmeticError", "rank 0 raised": True, "ranks": [0, 1],
-            "steps": {rank: {FIRST: "complete", FIRST + 1: "raised"} for rank in RANKS},
+            "rank 1's steps": {FIRST: "complete", FIRST + 1: "raised"}, "rank 0's last step": "raised",
             "say so": {0: True, 1: True},
         },
         {
             "ended in time": took_s < RAISE_LIMIT_S, "rank 1": world.said("raises")[1]["ended"],
             "rank 0 raised": world.said("raises")[0]["ended"] != "well", "ranks": sorted(annotations),
-            "steps": {
-                rank: {row.step: StepOutcome(row.outcome).value for row in one.manifest.window.steps}
-                for rank, one in annotations.items()
-            },
-            "say so": {
-                rank: "capture_raised" in {gap.reason.value for gap in one.manifest.gaps}
-                for rank, one in annotations.items()
-            },
+            "rank 1's steps": steps[1], "rank 0's last step": list(steps[0].values())[-1],
+            "say so": {rank: says_so(one) for rank, one in annotations.items()},
+        },
+    )  # fmt: skip
+
+
+def test_a_rank_that_nccl_ends_is_missing_by_name(mlflow_sqlite: str, tmp_path: Path, check: Check) -> None:
+    """As torch comes, its watchdog ends the process of a rank whose peer does not come: nothing of it is saved."""
+    from mlflow import MlflowClient
+
+    world, took_s = raise_in_a_window(tmp_path, mlflow_sqlite)
+    client = MlflowClient(mlflow_sqlite)
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    (window,) = load_run(run.info.run_id, mlflow_sqlite).windows
+    annotations = dict(window.ranks)
+    check(
+        "2 GPUs: rank 1 raises, and torch's watchdog ends rank 0",
+        "DDP as torch comes, a process group that waits 25 s",
+        {
+            "ended in time": True, "rank 0 was ended": True, "ranks": [1], "missing": [0],
+            "rank 1's steps": {FIRST: "complete", FIRST + 1: "raised"}, "says so": True,
+        },
+        {
+            "ended in time": took_s < RAISE_LIMIT_S,
+            "rank 0 was ended": world.exit_statuses[0] not in (0, None),
+            "ranks": sorted(annotations),
+            "missing": list(summarize_ranks(annotations.values()).missing),
+            "rank 1's steps": outcomes(annotations[1]), "says so": says_so(annotations[1]),
         },
     )  # fmt: skip
