@@ -151,6 +151,30 @@ def test_a_chart_draws_any_name_as_text_without_a_warning() -> None:
     assert "<img" not in svg
 
 
+@pytest.mark.parametrize("letter", ["W", "i"])
+def test_bars_keep_their_room_beside_the_widest_texts(letter: str) -> None:
+    svg = draw_bars([Bar(label=letter * 60, value=1.0, text=letter * 60)], title="bars", unit="ms")
+    left, right = _edges_of_the_bar(svg)
+    assert 0 < left < right < 72 * 7.2
+
+
+def test_a_long_name_and_a_long_text_fit_beside_the_bars() -> None:
+    text = "≥12,345.67 → 12,345.67 ms"
+    left, right = _edges_of_the_bar(
+        draw_bars([Bar(label="kernel_of_a_long_name" * 2, value=1.0, text=text)], title="bars", unit="ms")
+    )
+    # At least half the height of a font is the width of its average letter.
+    assert left > 42 * 5
+    assert right < 72 * 7.2 - len(text) * 8.5 / 2
+
+
+def _edges_of_the_bar(svg: str) -> tuple[float, float]:
+    """Return the left and the right edge of the only bar, in points."""
+    (path,) = re.findall(r'<path d="M ([^"]*)"[^>]*fill: var\(--first\)', svg)
+    across = [float(pair.split()[0]) for pair in re.split("[Lz]", path) if pair.strip()]
+    return min(across), max(across)
+
+
 def test_a_comparison_page_shows_circumstances_bounds_verdicts_and_reasons() -> None:
     html = render_comparison(_comparison())
     assert "launched_outside_dispatcher" in html

@@ -24,6 +24,8 @@ _PAGE_COLOURS = {
 }
 _WIDTH_IN = 7.2
 _ROW_IN = 0.26
+_ABOVE_IN, _BELOW_IN, _BESIDE_IN = 0.08, 0.55, 0.15  # below: the numbers of the axis and its unit
+_TEXT_POINTS = 8.5
 _LABEL_CHARACTERS = 52
 # The font of the drawing has these; anything else would make matplotlib warn.
 _UNDRAWABLE = re.compile("[^ -~\xa1-\xff…—≥≤→]")
@@ -92,7 +94,9 @@ def _axes(rows: float, unit: str) -> Axes:
     # Not pyplot: it keeps figures alive and chooses a window system.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_IN, 0.7 + _ROW_IN * max(rows, 1)), layout="constrained")
+    height_in = _ABOVE_IN + _BELOW_IN + _ROW_IN * max(rows, 1)
+    figure = Figure(figsize=(_WIDTH_IN, height_in))
+    figure.subplots_adjust(top=1 - _ABOVE_IN / height_in, bottom=_BELOW_IN / height_in)
     axes = figure.add_subplot()
     axes.set_xlabel(unit, color=_INK)
     axes.grid(axis="x", color=_GRID, linewidth=0.7)
@@ -111,17 +115,39 @@ def _annotate(axes: Axes, value: float, row: float, text: str) -> None:
         textcoords="offset points",
         va="center",
         color=_INK,
-        fontsize=8.5,
+        fontsize=_TEXT_POINTS,
         parse_math=False,
     )
 
 
 def _finish(axes: Axes, labels: Sequence[str], title: str) -> str:
     # A kernel's name may hold dollar signs, which would otherwise be mathematics.
-    axes.set_yticks(range(len(labels)), labels=[_drawable(label) for label in labels], parse_math=False)
+    shown = [_drawable(label) for label in labels]
+    axes.set_yticks(range(len(labels)), labels=shown, parse_math=False)
+    _make_room(axes, shown)
     axes.invert_yaxis()
-    axes.margins(x=0.26)  # room for the texts at the bars' ends
+    axes.margins(x=0.04)
     return _svg(axes, title)
+
+
+def _make_room(axes: Axes, labels: Sequence[str]) -> None:
+    # Only texts vary in width. matplotlib's own layout draws everything once more to find that out.
+    from matplotlib import rcParams
+
+    left = _BESIDE_IN + _widest_in(labels, rcParams["font.size"])  # as the labels of an axis have it
+    right = _BESIDE_IN + _widest_in([text.get_text() for text in axes.texts], _TEXT_POINTS)
+    # Whatever the texts are, a tenth is left for the bars; a name of capitals alone is cut at the edge.
+    axes.figure.subplots_adjust(left=min(left / _WIDTH_IN, 0.65), right=1 - min(right / _WIDTH_IN, 0.25))
+
+
+def _widest_in(texts: Sequence[str], points: float) -> float:
+    """Return the inches that the widest of the texts takes."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=points)
+    widths = [text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] for text in texts]
+    return max(widths, default=0.0) / 72
 
 
 def _drawable(label: str) -> str:
