@@ -75,6 +75,7 @@ def _steps(size: Size, device: str, work: Path, *, steps: int, rounds: int) -> d
         "plain": [],
         "profiled": [],
         "recorded": [],
+        "open": [],
         "close": [],
         "kineto_close": [],
     }
@@ -86,17 +87,19 @@ def _steps(size: Size, device: str, work: Path, *, steps: int, rounds: int) -> d
             elif name == "profiled":
                 found[name] += _profiled(step, wait, steps, device=device, work=work)
             else:
-                times, close, kineto = _recorded(step, wait, steps, model=model, work=work)
+                times, opened, close, kineto = _recorded(step, wait, steps, model=model, work=work)
                 found[name] += times
                 if not first_window:  # the first one in a process also loads code
+                    found["open"].append(opened)
                     found["close"].append(close)
                     found["kineto_close"].append(kineto)
                 first_window = False
     after = _plain(step, wait, 10 * steps)
     medians = {name: statistics.median(times) for name, times in found.items()}
-    extra = steps * max(medians["recorded"] - medians["plain"], 0.0) + medians["close"]
+    ends = medians["open"] + medians["close"]
+    extra = steps * max(medians["recorded"] - medians["plain"], 0.0) + ends
     # Scaled to a window of three steps, as the callback records by default; the close grows with the steps too.
-    window = 3 * (medians["recorded"] - medians["plain"]) + medians["close"] * 3 / steps
+    window = 3 * (medians["recorded"] - medians["plain"]) + medians["open"] + medians["close"] * 3 / steps
     return {
         "steps_of_a_block": steps,
         "seconds": {name: round(value, 6) for name, value in medians.items()},
@@ -145,8 +148,8 @@ class _NoWorker:
 
 def _recorded(
     step: Callable[[], None], wait: Callable[[], None], steps: int, *, model: torch.nn.Module, work: Path
-) -> tuple[list[float], float, float]:
-    """Return the times of recorded steps, of the end of the window, and of Kineto's own part of that."""
+) -> tuple[list[float], float, float, float]:
+    """Return the times of recorded steps, of the window's beginning and end, and of Kineto's own part of the end."""
     schedule = WindowSchedule(
         every_n_steps=10**6, skip_first=0, warmup=WARMUP, active=steps, max_windows=1, min_interval_s=0.0,
         at_steps=(WARMUP,),
@@ -157,12 +160,13 @@ def _recorded(
     )  # fmt: skip
     outbox = Outbox(work / "outbox")
     recorder = FitRecorder(schedule, facts, outbox=outbox, worker=_NoWorker(), global_step=lambda: 0)
-    times = []
+    times, opened = [], 0.0
     with _timed_session() as kineto:
         for number in range(WARMUP + steps):
             begin = time.perf_counter()
             recorder.before_step(number)
-            if number <= WARMUP:  # that of the first recorded step also starts the session
+            if number == WARMUP:  # that of the first recorded step also starts the session
+                opened = time.perf_counter() - begin
                 begin = time.perf_counter()
             recorder.begin_batch(number)
             step()
@@ -179,7 +183,7 @@ def _recorded(
     for window in windows:
         outbox.remove(window)
     gc.collect()
-    return times, close, kineto.seconds
+    return times, opened, close, kineto.seconds
 
 
 class _timed_session:  # noqa: N801 - used as a function

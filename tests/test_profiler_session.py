@@ -133,8 +133,10 @@ def test_another_profiler_that_runs_is_left_alone() -> None:
 def test_a_scheduled_profiler_that_comes_to_its_warm_up_is_left_alone() -> None:
     opened = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=2, warmup=1, active=1))
     opened.start()
+    ours = session()
+    ours.prepare(steps=1)
     with pytest.raises(RecordingError, match=r"torch\.profiler\.profile object with a schedule"):
-        session().prepare(steps=1)
+        ours.start()
     opened.stop()
     del opened
     started().close()

@@ -363,7 +363,9 @@ def test_one_rank_raises_in_a_window_and_both_end(mlflow_sqlite: str, tmp_path: 
     )  # fmt: skip
 
 
-def test_a_rank_that_nccl_ends_is_missing_by_name(mlflow_sqlite: str, tmp_path: Path, check: Check) -> None:
+def test_a_rank_that_nccl_ends_is_missing_by_name(
+    mlflow_sqlite: str, tmp_path: Path, check: Check, note: Callable[[str, str, object], None]
+) -> None:
     """As torch comes, its watchdog ends the process of a rank whose peer does not come: nothing of it is saved."""
     from mlflow import MlflowClient
 
@@ -387,4 +389,15 @@ def test_a_rank_that_nccl_ends_is_missing_by_name(mlflow_sqlite: str, tmp_path: 
             "missing": list(summarize_ranks(annotations.values()).missing),
             "rank 1's steps": outcomes(annotations[1]), "says so": says_so(annotations[1]),
         },
+    )  # fmt: skip
+    launches = annotations[1].launches
+    note(
+        "2 GPUs: launches without an ATen call", "DDP, rank 1, the steps before it raised: kind, gap, count",
+        dict(
+            Counter(
+                (str(row.kind), str(row.gap))
+                for row in launches[launches["step"] == FIRST].itertuples()
+                if row.attribution_status != "attributed"
+            )
+        ),
     )  # fmt: skip

@@ -204,6 +204,21 @@ def test_copies_and_sets_with_their_bytes(check: Check) -> None:
     assert plain
 
 
+def test_a_tensor_made_of_numbers_on_the_device(check: Check) -> None:
+    """Torch itself turns dispatch modes off while it copies the numbers; Lightning does this at each batch of DDP."""
+    annotation = agrees_with_plain(lambda: torch.tensor([1.0, 2.0], device="cuda") + 1)
+    launches = annotation.launches
+    check(
+        "a tensor made of numbers on the device",
+        "torch.tensor([1., 2.], device='cuda') + 1; from the program",
+        {"memcpy": "mode_paused_interior", "kernel": "attributed"},
+        {
+            str(row.kind): str(row.attribution_status if row.attribution_status == "attributed" else row.gap)
+            for row in launches.itertuples()
+        },
+    )
+
+
 def test_a_second_window_is_good_after_one_that_raised(check: Check) -> None:
     x = torch.zeros(MIB, device="cuda", requires_grad=True)
     x.detach().add_(1)
