@@ -85,7 +85,8 @@ class _Answering:
 @pytest.fixture(autouse=True)
 def _no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(window_worker, "start_carrier", _Answering)
-    on_interrupt = signal.getsignal(signal.SIGINT)
+    # A process that was started in the background ignores it.
+    on_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, on_interrupt)
 

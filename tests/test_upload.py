@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 from outboxes import environment_with_tests, seal, visible_files, window_facts
+from soak_figures import tell
 
 from tlk_tracking.cli import tlk
 from tlk_tracking.delivery import send, settle
@@ -275,6 +276,7 @@ def test_whatever_was_kept_when_killed_is_uploaded_once(tmp_path: Path, destinat
     assert done.returncode == 0, done.stderr
     kept = set(json.loads(done.stdout))
     arrived = _windows_in(destination)
+    tell("windows whose process is killed", kills=kills, kept=len(kept), arrived_once=len(set(arrived)))
     assert len(arrived) == len(set(arrived))
     assert kept <= set(arrived)
     client = MlflowClient(tracking_uri=destination.tracking_uri)
