@@ -205,13 +205,6 @@ def origins(annotation: KernelAnnotation, *, gap: str) -> dict[int, set[str]]:
     return found
 
 
-needs_graphs = pytest.mark.skipif(
-    not (CAPTURED / "compiled.graphs.json").exists(),
-    reason="tests/data/captured has no graphs yet: they come with the next run of tests/cuda on a GPU",
-)
-
-
-@needs_graphs
 def test_each_launch_of_generated_code_computes_the_nodes_of_its_call_site() -> None:
     annotation = read("compiled")
     found = origins(annotation, gap="launched_outside_dispatcher")
@@ -221,7 +214,6 @@ def test_each_launch_of_generated_code_computes_the_nodes_of_its_call_site() -> 
     assert nodes.max() > 2
 
 
-@needs_graphs
 def test_each_record_of_a_replayed_compiled_graph_is_related_to_the_graph() -> None:
     found = origins(read("reduce_overhead"), gap="graph_replay")
     assert set(map(frozenset, found.values())) == {frozenset({"inductor_graph"})}

@@ -24,6 +24,7 @@ from mutations import (
     untouched,
 )
 from real_traces import real_trace
+from soak_figures import tell
 from synthetic_trace import SyntheticTrace, one_step
 
 from tlk_tracking.annotate import import_trace
@@ -233,6 +234,7 @@ def test_a_mutated_annotation_is_refused_or_valid(
     originals: list[Path], tmp_path: Path, mutate: Mutation
 ) -> None:
     good = [_damaged(originals, tmp_path, mutate, seed) for seed in range(MUTATIONS)]
+    tell(mutate.__name__.strip("_"), tried=MUTATIONS, valid=sum(good))
     if mutate not in (_changed_value, _changed_rows):  # which may be no change, or a valid one
         assert not all(good)
     if mutate in (_hostile_names, _links):
@@ -242,4 +244,5 @@ def test_a_mutated_annotation_is_refused_or_valid(
 def test_files_of_other_annotations_are_refused(originals: list[Path], tmp_path: Path) -> None:
     mutate = partial(_swapped_files, originals=originals)
     good = [_damaged(originals, tmp_path, mutate, seed) for seed in range(MUTATIONS)]
+    tell("swapped_files", tried=MUTATIONS, valid=sum(good))
     assert not all(good)

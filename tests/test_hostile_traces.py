@@ -25,6 +25,7 @@ from mutations import (
     untouched,
 )
 from real_traces import real_trace
+from soak_figures import tell
 from synthetic_trace import FOREIGN, Layout, SyntheticTrace, one_step, ops_json
 
 from tlk_tracking.annotate import import_trace
@@ -144,6 +145,7 @@ def test_a_mutated_trace_is_refused_or_valid(
     tmp_path: Path, mutate: Callable[[random.Random], bytes]
 ) -> None:
     good = [_import(tmp_path, mutate(random.Random(seed))) for seed in range(MUTATIONS)]
+    tell(mutate.__name__.strip("_"), tried=MUTATIONS, valid=sum(good))
     if mutate in (_scrambled_bytes, _scrambled_gzip):
         assert not all(good)
     if mutate in (_scrambled_bytes, _scrambled_events):
@@ -160,6 +162,7 @@ def test_a_mutated_ops_file_is_refused_or_valid(tmp_path: Path) -> None:
         else:
             ops = dump_json(scramble_json(json.loads(OPS), dice))
         good.append(_import(tmp_path, trace, ops))
+    tell("scrambled_ops", tried=MUTATIONS, valid=sum(good))
     assert len(set(good)) == 2
 
 
