@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
-import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from tlk_tracking.destinations import Destination
-from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.fit_recorder import FitFacts, FitRecorder
 from tlk_tracking.fused_kernels import FusedKernels
-from tlk_tracking.mlflow_tracking import current_tracking_uri
-from tlk_tracking.outbox import DEFAULT_FOLDER, Outbox
+from tlk_tracking.outbox import Outbox
 from tlk_tracking.profiling_window import WindowSchedule
 from tlk_tracking.ranks import choose_ranks, recording_in
-from tlk_tracking.records import Environment
 from tlk_tracking.torch_private import dispatch_mode_stack
 from tlk_tracking.window_worker import WindowWorker
+
+from .trainer_facts import agree_on_run, default_outbox_folder, describe_fit
+from .wrapped_trainer import WrappedTrainer
 
 # One library under two names; either's Trainer takes either's callbacks, and loading both takes seconds.
 if TYPE_CHECKING:
@@ -136,7 +134,7 @@ class KernelTelemetry(Callback):
         self._kernels: FusedKernels | None = None
         self._worker: WindowWorker | None = None
         self._requested = False
-        self._wrapped: list[Callable[[], None]] = []
+        self._wrapped = WrappedTrainer()
 
     def request_window(self) -> None:
         """Ask for a window at the next step, whatever the schedule says; from any thread."""
@@ -153,8 +151,8 @@ class KernelTelemetry(Callback):
                 _log.warning("fast_dev_run: KernelTelemetry records no window")
             return
         recording = recording_in(self._ranks, world_size=trainer.world_size)
-        outbox = Outbox(self._outbox_folder(trainer))
-        token, destination = self._agree(trainer)
+        outbox = Outbox(default_outbox_folder(trainer) if self._outbox is None else Path(self._outbox))
+        token, destination = agree_on_run(trainer, run_id=self._run_id, tracking_uri=self._tracking_uri)
         if trainer.global_rank not in recording:
             return
         self._worker = self._make_worker(outbox, destination)
@@ -169,7 +167,7 @@ class KernelTelemetry(Callback):
             world_size=trainer.world_size,
             recording_ranks=self._ranks,
             destination=destination,
-            environment=lambda: _describe(trainer),
+            environment=lambda: describe_fit(trainer),
             root=pl_module,
             fused=self._kernels,
         )
@@ -234,14 +232,14 @@ class KernelTelemetry(Callback):
     @_guarded
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the window that is open with what it has."""
-        self._unwrap()
+        self._wrapped.unwrap()
         if self._fit is not None:
             self._fit.end(trainer.fit_loop.total_batch_idx + 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep what the open window has, before the logger is finalized; `exception` is the one that goes on."""
         try:
-            self._unwrap()
+            self._wrapped.unwrap()
             if self._fit is not None:
                 self._fit.fail(exception)
             if self._worker is not None:
@@ -256,7 +254,7 @@ class KernelTelemetry(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait, within `upload_timeout_s`, for what is still to be sent, and take off whatever is on."""
         try:
-            self._unwrap()
+            self._wrapped.unwrap()
             if self._worker is not None:
                 self._worker.drain(self._upload_timeout_s)
         finally:
@@ -271,45 +269,15 @@ class KernelTelemetry(Callback):
             fit.request()
         fit.before_step(trainer.fit_loop.total_batch_idx + 1)
         if fit.is_open:
-            self._wrap(trainer, fit)
+            self._wrapped.wrap(
+                trainer,
+                self,
+                pause=lambda: self._try(trainer, fit.pause),
+                resume=lambda: self._try(trainer, fit.resume),
+                fail=lambda error: self.on_exception(trainer, trainer.lightning_module, error),
+            )
         else:
-            self._unwrap()
-
-    def _wrap(self, trainer: Trainer, fit: FitRecorder) -> None:
-        """Leave validation and checkpointing out of the step that comes next, and be told of errors first.
-
-        Lightning's hooks are not enough: it loads validation batches before `on_validation_start`, has no hook at
-        the end of saving, and runs checkpoint callbacks after all others. When a callback before this one fails in
-        `on_exception`, it calls nobody else.
-        """
-        if not self._wrapped:
-            methods = [(trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")]
-            methods += [(callback, "on_train_batch_end") for callback in trainer.checkpoint_callbacks]
-            for owner, name in methods:
-                self._wrapped.append(
-                    _wrap_method(
-                        owner,
-                        name,
-                        before=lambda: self._try(trainer, fit.pause),
-                        after=lambda: self._try(trainer, fit.resume),
-                    )
-                )
-            first = trainer.callbacks[0]  # type: ignore[attr-defined]  # Lightning sets it from outside the class
-            if first is not self:
-                self._wrapped.append(
-                    _wrap_method(
-                        first, "on_exception", before=lambda: self._fail_first(trainer), after=lambda: None
-                    )
-                )
-
-    def _fail_first(self, trainer: Trainer) -> None:
-        error = sys.exception()
-        if error is not None:  # else somebody calls the other callback's hook for a reason of their own
-            self.on_exception(trainer, trainer.lightning_module, error)
-
-    def _unwrap(self) -> None:
-        while self._wrapped:
-            self._wrapped.pop()()
+            self._wrapped.unwrap()
 
     def _try(self, trainer: Trainer, action: Callable[[], None]) -> None:
         try:
@@ -326,7 +294,7 @@ class KernelTelemetry(Callback):
         )
         fit, self._fit = self._fit, None
         try:
-            self._unwrap()
+            self._wrapped.unwrap()
             if fit is not None:
                 fit.close()
         except Exception:  # noqa: BLE001 - said above already
@@ -339,7 +307,7 @@ class KernelTelemetry(Callback):
         kernels, self._kernels = self._kernels, None
         self._requested = False
         try:
-            self._unwrap()
+            self._wrapped.unwrap()
             if fit is not None:
                 fit.close()
             if kernels is not None:
@@ -348,85 +316,3 @@ class KernelTelemetry(Callback):
                 worker.close()
         except Exception as error:  # noqa: BLE001 - there may be an error of the user's on its way
             _log.warning("KernelTelemetry could not close: %r", error)
-
-    def _agree(self, trainer: Trainer) -> tuple[str, Destination]:
-        """Return the fit's token and its run, as rank zero has them: other ranks' loggers know no run."""
-        found: tuple[str, str | None, str] = ("", None, "")
-        problem: Exception | None = None
-        if trainer.is_global_zero:
-            try:
-                destination = self._find_destination(trainer)
-                found = (secrets.token_hex(16), destination.run_id, destination.tracking_uri)
-            except Exception as error:  # noqa: BLE001 - raised below: here the other ranks would wait for ever
-                problem = error
-                # Of another error only the type: its text may hold credentials.
-                said = error if isinstance(error, ConfigurationError) else type(error).__name__
-                found = ("", None, f"rank 0 found no MLflow run: {said}")
-        token, run_id, uri_or_problem = trainer.strategy.broadcast(found)
-        if problem is not None:
-            raise problem
-        if run_id is None:
-            raise ConfigurationError(uri_or_problem)
-        return token, Destination(run_id=run_id, tracking_uri=uri_or_problem)
-
-    def _find_destination(self, trainer: Trainer) -> Destination:
-        if self._run_id is not None:
-            return Destination(run_id=self._run_id, tracking_uri=self._tracking_uri or current_tracking_uri())
-        for logger in trainer.loggers:
-            # By name: the class has two homes, and a class of either is not one of the other.
-            if any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__):
-                run_id, client = getattr(logger, "run_id", None), getattr(logger, "experiment", None)
-                if isinstance(run_id, str) and client is not None:
-                    return Destination(run_id=run_id, tracking_uri=str(client.tracking_uri))
-        raise ConfigurationError(
-            "KernelTelemetry has no MLflow run to write to. Give the Trainer an MLFlowLogger "
-            '(Trainer(logger=MLFlowLogger(tracking_uri="sqlite:///mlflow.db"))), or give the run itself: '
-            "KernelTelemetry(run_id=mlflow.active_run().info.run_id)"
-        )
-
-    def _outbox_folder(self, trainer: Trainer) -> Path:
-        if self._outbox is not None:
-            return Path(self._outbox)
-        if "://" in trainer.default_root_dir:
-            raise ConfigurationError(
-                f"default_root_dir={trainer.default_root_dir!r} is not a folder of this machine; give "
-                "KernelTelemetry(outbox=...) one"
-            )
-        return Path(trainer.default_root_dir) / DEFAULT_FOLDER
-
-
-def _describe(trainer: Trainer) -> Environment:
-    packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
-    package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
-    return replace(
-        describe_environment(),
-        lightning=None if package is None else version(package),
-        precision=str(trainer.precision),
-        strategy=type(trainer.strategy).__name__,
-        world_size=trainer.world_size,
-    )
-
-
-def _wrap_method(
-    owner: Any, name: str, *, before: Callable[[], None], after: Callable[[], None]
-) -> Callable[[], None]:
-    """Let `before` and `after` run around a method of one object; return what puts it back as it was."""
-    own = vars(owner).get(name)
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            after()
-
-    def put_back() -> None:
-        if vars(owner).get(name) is run:  # else somebody has wrapped it again: then ours only calls through
-            del vars(owner)[name]
-            if own is not None:
-                vars(owner)[name] = own
-
-    vars(owner)[name] = run
-    return put_back

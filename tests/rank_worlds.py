@@ -17,7 +17,8 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from tlk_tracking.mlflow_tracking import RunTelemetry, load_run
+from tlk_tracking.mlflow_tracking import load_run
+from tlk_tracking.run_telemetry import RunTelemetry
 
 PROGRAM = Path(__file__).parent / "rank_fits.py"
 LIMIT_S = 300

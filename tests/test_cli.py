@@ -240,7 +240,7 @@ def test_a_dead_server_is_asked_within_the_bounds(
         seen.append((uri, os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]))
         raise TrackingError("no answer")
 
-    monkeypatch.setattr("tlk_tracking.mlflow_tracking._new_client", answer_nothing)
+    monkeypatch.setattr("tlk_tracking.mlflow_store._new_client", answer_nothing)
     assert tlk(*arguments, "--tracking-uri", "http://127.0.0.1:9").err == "tlk: no answer\n"
     assert seen == [("http://127.0.0.1:9", "1")]
 

@@ -56,7 +56,7 @@ from pathlib import Path
 from tlk_tracking import import_trace, log_annotation
 
 def a_run(trace):
-    from tlk_tracking.mlflow_tracking import create_finished_run
+    from tlk_tracking.mlflow_store import create_finished_run
     uri = "sqlite:///mlflow.db"
     run_id = create_finished_run("old", run_name=trace, tracking_uri=uri)
     log_annotation(import_trace(f"traces/{trace}.json.gz"), run_id, uri)

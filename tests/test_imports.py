@@ -27,7 +27,7 @@ FLOW = """
     rank_parts rank_summary
     step_tables step_counts key_text charts report_page rank_report report
     destinations outbox
-    request_limits run_artifacts run_record mlflow_tracking dataset
+    request_limits run_artifacts run_record run_telemetry mlflow_store mlflow_tracking dataset
     delivery window_carriers window_worker
     fit_recorder
     time_samples context comparison_rows comparison comparison_text comparison_json
@@ -117,8 +117,8 @@ def test_nothing_in_the_package_imports_the_callbacks(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_mlflow_tracking_imports_mlflow(module: str) -> None:
-    assert module == "mlflow_tracking" or "mlflow" not in _top_level_imported(MODULES[module])
+def test_only_mlflow_store_imports_mlflow(module: str) -> None:
+    assert module == "mlflow_store" or "mlflow" not in _top_level_imported(MODULES[module])
 
 
 @pytest.mark.parametrize("module", MODULES)

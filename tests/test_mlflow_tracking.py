@@ -22,8 +22,6 @@ from tlk_tracking.annotate import import_trace
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import AnnotationError, TrackingError
 from tlk_tracking.mlflow_tracking import (
-    RunSummary,
-    RunTelemetry,
     load_run,
     log_annotation,
     search_runs,
@@ -32,6 +30,7 @@ from tlk_tracking.mlflow_tracking import (
 from tlk_tracking.records import Bound
 from tlk_tracking.run_artifacts import RunArtifacts
 from tlk_tracking.run_record import record_of
+from tlk_tracking.run_telemetry import RunSummary, RunTelemetry
 
 FILES = {
     "annotation.json",

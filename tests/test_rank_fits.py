@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 from rank_worlds import HANG_S, World, run_worlds
 
-from tlk_tracking.mlflow_tracking import RankGap, RankGapReason, RunTelemetry
+from tlk_tracking.run_telemetry import RankGap, RankGapReason, RunTelemetry
 
 # A world has up to eight processes, and the machine may be busy.
 pytestmark = pytest.mark.timeout(400)

@@ -123,7 +123,7 @@ def _nvidia_smi() -> Hardware:
 def _tracking(uri: str | None, deadline_s: float, *, write: bool, environ: Mapping[str, str]) -> Line:
     own = {"MLFLOW_TRACKING_URI": uri} if uri is not None else {}
     call = (
-        "from tlk_tracking.mlflow_tracking import current_tracking_uri, try_store; "
+        "from tlk_tracking.mlflow_store import current_tracking_uri, try_store; "
         f"print(try_store(write={write}), current_tracking_uri(), sep='\\n')"
     )
     shown = visible(without_credentials(uri or environ.get("MLFLOW_TRACKING_URI") or "MLflow's own choice"))

@@ -10,9 +10,10 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.comparison import choose_annotations
 from tlk_tracking.errors import ComparisonError
 from tlk_tracking.intervals import weakest
-from tlk_tracking.mlflow_tracking import RunSummary, load_run, search_runs
+from tlk_tracking.mlflow_tracking import load_run, search_runs
 from tlk_tracking.records import Availability, Bound, GapReason
 from tlk_tracking.run_record import AVAILABILITY_TAG, LOWER_BOUND_TAG, METRIC_PREFIX, REASONS_TAG
+from tlk_tracking.run_telemetry import RunSummary
 from tlk_tracking.step_counts import count_steps, known_call_keys
 from tlk_tracking.step_tables import TableName, key_holds
 from tlk_tracking.summary import METRIC_GAPS

@@ -96,7 +96,7 @@ def _refuse_standing(folders: Sequence[Path]) -> None:
 
 def _refuse_missing(run_id: str, tracking_uri: str | None) -> None:
     from tlk_tracking.cli.server import bounded_requests
-    from tlk_tracking.mlflow_tracking import check_run
+    from tlk_tracking.mlflow_store import check_run
 
     with bounded_requests(tracking_uri):
         check_run(run_id, tracking_uri)
@@ -115,7 +115,8 @@ def _send(
     tracking_uri: str | None,
 ) -> str:
     from tlk_tracking.cli.server import SENDING_S, bounded_requests
-    from tlk_tracking.mlflow_tracking import create_finished_run, log_annotation
+    from tlk_tracking.mlflow_store import create_finished_run
+    from tlk_tracking.mlflow_tracking import log_annotation
 
     with bounded_requests(tracking_uri, limit_s=SENDING_S):
         if run_id is None:
