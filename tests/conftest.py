@@ -55,6 +55,12 @@ def _nothing_is_left_on() -> Iterator[None]:
         assert mlflow.active_run() is None, "the test left an MLflow run open"
 
 
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let saves not reach the disk, for tests with thousands of them."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """Return the folder of the small real traces."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-SOAK = bool(os.environ.get("TLK_SOAK"))
+from soak_figures import SOAK
+
+# Of each kind.
+MUTATIONS = 1_000 if SOAK else 30
+# Processor time that one of them may take.
+HANG_S = 5.0
 
 HOSTILE_TEXTS = (
     "", " ", "../../../escape", "/etc/passwd", "C:\\Windows\\x", "..", "~", "a\x00b", "\x1b[31m", "\u202eevil",

@@ -9,9 +9,23 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from tlk_tracking.records import StepBracket, StepOutcome, WindowFacts, WindowSource
+
 SESSION = "0123abcd"
 ORIGIN_US = 5_096_766_469_000.0
 MAIN, BACKWARD, FOREIGN = 100, 101, 102
+# What the recording side knows of the step of `one_step`.
+WINDOW = WindowFacts(
+    session=SESSION,
+    source=WindowSource.CALLBACK,
+    first_step=5,
+    warmup=1,
+    requested=1,
+    steps=(StepBracket(step=5, outcome=StepOutcome.COMPLETE),),
+    synchronized=True,
+)
 
 Event = dict[str, Any]
 
@@ -109,6 +123,11 @@ def one_step() -> SyntheticTrace:
     trace.op(1, 300, 400, thread=BACKWARD, external_id=4)
     trace.launch(12, 320, thread=BACKWARD, external_id=4)
     return trace
+
+
+def table_of(schema: pa.Schema, *rows: dict[str, Any]) -> pa.Table:
+    """Return rows as a table; what they leave out is null."""
+    return pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema=schema)
 
 
 def ops_json(rows: list[dict[str, Any]], *, session: str = SESSION) -> str:

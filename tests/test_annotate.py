@@ -1,37 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from real_traces import RealTrace, real_trace, real_traces
-from synthetic_trace import BACKWARD, MAIN, SESSION, SyntheticTrace, one_step, ops_json
+from synthetic_trace import BACKWARD, MAIN, SESSION, WINDOW, SyntheticTrace, one_step, ops_json, table_of
 
 from tlk_tracking.annotate import annotate, import_trace
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import TraceError
-from tlk_tracking.records import (
-    Environment,
-    Gap,
-    GapReason,
-    StepBracket,
-    StepOutcome,
-    WindowFacts,
-    WindowSource,
-)
+from tlk_tracking.records import Environment, Gap, GapReason, StepBracket, StepOutcome
 from tlk_tracking.summary import facts, metrics
 from tlk_tracking.tables import ATEN_CALLS
-
-WINDOW = WindowFacts(
-    session=SESSION,
-    source=WindowSource.CALLBACK,
-    first_step=5,
-    warmup=1,
-    requested=1,
-    steps=(StepBracket(step=5, outcome=StepOutcome.COMPLETE),),
-    synchronized=True,
-)
 
 
 def _measured(annotation: KernelAnnotation, real: RealTrace) -> dict[str, Any]:
@@ -312,15 +294,9 @@ def test_calls_into_a_capture_launch_nothing_so_such_a_window_is_empty(tmp_path:
 # Live windows
 
 
-def _calls(*rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist([dict.fromkeys(ATEN_CALLS.names) | row for row in rows], schema=ATEN_CALLS)
-
-
 def test_a_live_window_keeps_what_the_recording_side_says(tmp_path: Path) -> None:
-    window = WindowFacts(
-        session=SESSION,
-        source=WindowSource.CALLBACK,
-        first_step=5,
+    window = replace(
+        WINDOW,
         warmup=2,
         requested=3,
         steps=(StepBracket(step=5, outcome=StepOutcome.RAISED),),
@@ -331,7 +307,9 @@ def test_a_live_window_keeps_what_the_recording_side_says(tmp_path: Path) -> Non
         gaps=(Gap(reason=GapReason.CAPTURE_RAISED, count=1, evidence="ValueError"),),
         environment=Environment(torch="2.13.0", precision="16-mixed"),
     )
-    calls = _calls({"sequence": 0, "step": 5, "operator": "aten.mm"}, {"sequence": 1, "step": 5})
+    calls = table_of(
+        ATEN_CALLS, {"sequence": 0, "step": 5, "operator": "aten.mm"}, {"sequence": 1, "step": 5}
+    )
     annotation = annotate(one_step().write(tmp_path), window, calls=calls)
     manifest = annotation.manifest
     assert (manifest.rank, manifest.world_size, manifest.global_step) == (1, 4, 77)
@@ -348,11 +326,8 @@ def test_an_abandoned_step_is_no_step_and_in_no_total(tmp_path: Path) -> None:
     trace.op(2, 1100, 1200)
     trace.launch(13, 1120)
     steps = (*WINDOW.steps, StepBracket(step=6, outcome=StepOutcome.ABANDONED))
-    window = WindowFacts(
-        session=SESSION, source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=2, steps=steps,
-        synchronized=True,
-    )  # fmt: skip
-    calls = _calls(*({"sequence": n, "step": 6 if n == 2 else 5} for n in range(3)))
+    window = replace(WINDOW, requested=2, steps=steps)
+    calls = table_of(ATEN_CALLS, *({"sequence": n, "step": 6 if n == 2 else 5} for n in range(3)))
     annotation = annotate(trace.write(tmp_path), window, calls=calls)
     said = facts(annotation)
     assert (said["by_step"], said["counts"]["outside_steps"]) == ({"5": 2}, 1)
@@ -367,7 +342,7 @@ def test_a_step_whose_bracket_is_not_in_the_trace_truncates_the_window(tmp_path:
     trace.op(0, 100, 200)
     trace.launch(11, 120)
     trace.host("ProfilerStep#5", 0, 1000, cat="user_annotation")
-    annotation = annotate(trace.write(tmp_path), WINDOW, calls=_calls({"sequence": 0}))
+    annotation = annotate(trace.write(tmp_path), WINDOW, calls=table_of(ATEN_CALLS, {"sequence": 0}))
     said = facts(annotation)
     assert said["gaps"] == {"window_truncated": 1}
     assert (said["by_step"], said["counts"]["outside_steps"]) == ({"5": 0}, 1)
@@ -383,12 +358,9 @@ def test_a_bracket_of_a_step_that_the_window_does_not_know_is_none(tmp_path: Pat
 
 
 def test_gaps_of_one_reason_are_added_and_both_pieces_of_evidence_are_kept(tmp_path: Path) -> None:
-    window = WindowFacts(
-        session=SESSION, source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=2,
-        steps=WINDOW.steps, synchronized=True,
-        gaps=(Gap(reason=GapReason.WINDOW_TRUNCATED, count=1, evidence="1 of 2 steps"),),
-    )  # fmt: skip
-    calls = _calls({"sequence": 0}, {"sequence": 1}, {"sequence": 2})
+    truncated = Gap(reason=GapReason.WINDOW_TRUNCATED, count=1, evidence="1 of 2 steps")
+    window = replace(WINDOW, requested=2, gaps=(truncated,))
+    calls = table_of(ATEN_CALLS, {"sequence": 0}, {"sequence": 1}, {"sequence": 2})
     gaps = annotate(one_step().write(tmp_path), window, calls=calls).manifest.gaps
     assert [(gap.reason.value, gap.count, gap.evidence) for gap in gaps] == [
         (
@@ -400,17 +372,16 @@ def test_gaps_of_one_reason_are_added_and_both_pieces_of_evidence_are_kept(tmp_p
 
 
 def test_a_window_without_cuda_is_unavailable_whatever_its_trace_holds(tmp_path: Path) -> None:
-    window = WindowFacts(
-        session=SESSION, source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=1,
-        steps=WINDOW.steps, synchronized=False, device_expected=False, unavailable_reason="no CUDA",
-    )  # fmt: skip
-    annotation = annotate(one_step().write(tmp_path), window, calls=_calls({"sequence": 0, "step": 5}))
+    window = replace(WINDOW, device_expected=False, unavailable_reason="no CUDA")
+    annotation = annotate(
+        one_step().write(tmp_path), window, calls=table_of(ATEN_CALLS, {"sequence": 0, "step": 5})
+    )
     assert _unavailable(annotation)[0] == "no CUDA"
     assert facts(annotation)["gaps"] == {}
 
 
 def test_a_window_without_a_trace_keeps_its_calls(tmp_path: Path) -> None:
-    annotation = annotate(None, WINDOW, calls=_calls({"sequence": 0, "step": 5}))
+    annotation = annotate(None, WINDOW, calls=table_of(ATEN_CALLS, {"sequence": 0, "step": 5}))
     assert _unavailable(annotation) == (
         "no device telemetry was recorded",
         {"aten_calls": (1.0, "lower", ("no_device_evidence",)), "steps_recorded": (1.0, "lower")},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from outboxes import seal, window_facts
 
 from tlk_tracking.cli import tlk
 from tlk_tracking.destinations import Destination
@@ -24,14 +25,7 @@ from tlk_tracking.doctor_lines import (
     torch_line,
 )
 from tlk_tracking.outbox import Outbox
-from tlk_tracking.records import (
-    Availability,
-    Environment,
-    StepBracket,
-    StepOutcome,
-    WindowFacts,
-    WindowSource,
-)
+from tlk_tracking.records import Availability, Environment
 
 RECORDED = ProbeAnswer(
     environment=Environment(torch="2.11.0+cu130", cuda="13.0", driver="580.159", cupti="13.0.85"),
@@ -161,17 +155,8 @@ def test_credentials_of_the_store_are_not_shown(deaf_server: str) -> None:
 
 
 def test_what_waits_in_the_outbox_is_counted_with_the_command_that_sends_it(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "out")
-    facts = WindowFacts(
-        session="0badcafe",
-        source=WindowSource.CALLBACK,
-        first_step=1,
-        warmup=0,
-        requested=1,
-        steps=(StepBracket(step=1, outcome=StepOutcome.COMPLETE),),
-        synchronized=True,
-    )
-    outbox.seal_window(outbox.open_window(), facts, Destination(run_id="ab", tracking_uri="http://localhost"))
+    destination = Destination(run_id="ab", tracking_uri="http://localhost")
+    seal(Outbox(tmp_path / "out"), window_facts(), destination)
     line = outbox_line(tmp_path / "out")
     assert line.found.endswith(", 1 unsent annotation")
     assert line.advice == f"tlk upload --outbox {tmp_path / 'out'}"

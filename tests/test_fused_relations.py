@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from synthetic_trace import SESSION, SyntheticTrace
+from synthetic_trace import SESSION, WINDOW, SyntheticTrace
 
 from tlk_tracking import load_annotation
 from tlk_tracking.annotate import annotate
@@ -16,17 +16,6 @@ from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.annotation_checks import check_tables
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.fused_notes import GraphNotes, NodeNotes, decode_window_notes, encode_window_notes
-from tlk_tracking.records import StepBracket, StepOutcome, WindowFacts, WindowSource
-
-WINDOW = WindowFacts(
-    session=SESSION,
-    source=WindowSource.CALLBACK,
-    first_step=5,
-    warmup=1,
-    requested=1,
-    steps=(StepBracket(step=5, outcome=StepOutcome.COMPLETE),),
-    synchronized=True,
-)
 
 
 def node(name: str, *, module: str | None = None) -> NodeNotes:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_trace import BACKWARD, FOREIGN, SESSION, SyntheticTrace, one_step
+from synthetic_trace import BACKWARD, FOREIGN, WINDOW, SyntheticTrace, one_step
 
 from tlk_tracking.annotate import annotate, import_trace
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.records import (
-    Gap,
-    GapReason,
-    StepBracket,
-    StepOutcome,
-    WindowFacts,
-    WindowSource,
-)
+from tlk_tracking.records import Gap, GapReason
 from tlk_tracking.summary import facts
 
 EXACT = dict.fromkeys(
@@ -423,11 +417,7 @@ def test_inf_where_it_does_not_matter_loses_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_recording_side_missed_bounds_everything(tmp_path: Path, reason: GapReason) -> None:
-    window = WindowFacts(
-        session=SESSION, source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=1, synchronized=True,
-        steps=(StepBracket(step=5, outcome=StepOutcome.COMPLETE),),
-        gaps=(Gap(reason=reason, count=1, evidence="what it saw of it"),),
-    )  # fmt: skip
+    window = replace(WINDOW, gaps=(Gap(reason=reason, count=1, evidence="what it saw of it"),))
     annotation = annotate(one_step().write(tmp_path), window, calls=None)
     assert [(g.reason, g.count, g.evidence) for g in annotation.manifest.gaps] == [
         (reason, 1, "what it saw of it")

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pytest
 from damage import FILES, MANIFEST, rewrite_file, rewrite_manifest, rewrite_table, with_value
 from mutations import (
+    HANG_S,
     HOSTILE_TEXTS,
     HOSTILE_VALUES,
-    SOAK,
+    MUTATIONS,
     dump_json,
     processor_time,
     scramble_bytes,
@@ -24,7 +25,7 @@ from mutations import (
     untouched,
 )
 from real_traces import real_trace
-from soak_figures import tell
+from soak_figures import TIMEOUT_S, tell
 from synthetic_trace import SyntheticTrace, one_step
 
 from tlk_tracking.annotate import import_trace
@@ -32,20 +33,12 @@ from tlk_tracking.annotation import load_annotation
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.summary import facts, launch_summary, metrics
 
-pytestmark = pytest.mark.timeout(3600 if SOAK else 180)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("without_fsync")]
 
-MUTATIONS = 1_000 if SOAK else 30
-HANG_S = 5.0
 TABLES = tuple(name for name in FILES if name.endswith(".parquet"))
 OUTSIDE = "outside"
 
 Mutation = Callable[[Path, random.Random], object]
-
-
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Thousands of saves need not reach the disk.
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")

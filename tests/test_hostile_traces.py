@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from mutations import (
+    HANG_S,
     HOSTILE_TEXTS,
     HOSTILE_VALUES,
-    SOAK,
+    MUTATIONS,
     dump_json,
     processor_time,
     scramble_bytes,
@@ -25,7 +26,7 @@ from mutations import (
     untouched,
 )
 from real_traces import real_trace
-from soak_figures import tell
+from soak_figures import SOAK, TIMEOUT_S, tell
 from synthetic_trace import FOREIGN, Layout, SyntheticTrace, one_step, ops_json
 
 from tlk_tracking.annotate import import_trace
@@ -33,17 +34,7 @@ from tlk_tracking.annotation import load_annotation
 from tlk_tracking.errors import TraceError
 from tlk_tracking.summary import facts, metrics
 
-pytestmark = pytest.mark.timeout(3600 if SOAK else 180)
-
-# Together with those of annotations they are 10,000 in a soak.
-MUTATIONS = 1_000 if SOAK else 30
-HANG_S = 5.0
-
-
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Thousands of saves need not reach the disk.
-    monkeypatch.setattr("os.fsync", lambda _: None)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("without_fsync")]
 
 
 def _rich() -> SyntheticTrace:

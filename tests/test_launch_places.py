@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from synthetic_trace import BACKWARD, FOREIGN, MAIN, SESSION, SyntheticTrace
+from synthetic_trace import BACKWARD, FOREIGN, MAIN, SESSION, WINDOW, SyntheticTrace, table_of
 
 from tlk_tracking.annotate import annotate, import_trace
-from tlk_tracking.records import StepBracket, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.tables import ATEN_CALLS
 
 Place = tuple[str | None, str | None, int | None]
 
-WINDOW = WindowFacts(
-    session=SESSION,
-    source=WindowSource.CALLBACK,
-    first_step=5,
-    warmup=1,
-    requested=1,
-    steps=(StepBracket(step=5, outcome=StepOutcome.COMPLETE),),
-    synchronized=True,
-)
 NOWHERE: Place = (None, None, None)
 
 
@@ -38,7 +27,7 @@ class PlacedTrace(SyntheticTrace):
         """Add an ATen call and its range."""
         phase, module, module_call = place
         self.op(len(self.rows), start, end, thread=thread)
-        row = dict.fromkeys(ATEN_CALLS.names) | {"sequence": len(self.rows), "operator": "aten.mm"}
+        row = {"sequence": len(self.rows), "operator": "aten.mm"}
         self.rows.append(row | {"phase": phase, "module": module, "module_call": module_call})
 
     def module(self, path: str, number: int, start: float, end: float, *, thread: int = MAIN) -> None:
@@ -55,7 +44,7 @@ class PlacedTrace(SyntheticTrace):
 
     def places(self, folder: Path) -> list[Place]:
         """Return the places of the launches, in the order in which they ran."""
-        calls = pa.Table.from_pylist(self.rows, schema=ATEN_CALLS)
+        calls = table_of(ATEN_CALLS, *self.rows)
         launches = annotate(self.write(folder), WINDOW, calls=calls).launch_table
         columns = [launches[name].to_pylist() for name in ("phase", "module", "module_call")]
         return list(zip(*columns, strict=True))

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
+from synthetic_trace import table_of
 
 from tlk_tracking.module_summary import summarize_modules
 from tlk_tracking.records import GapReason
@@ -10,18 +11,16 @@ from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES
 
 
 def _calls(*rows: tuple[int | None, str | None]) -> pa.Table:
-    none = dict.fromkeys(ATEN_CALLS.names)
-    found = [none | {"sequence": n, "step": step, "module": path} for n, (step, path) in enumerate(rows)]
-    return pa.Table.from_pylist(found, schema=ATEN_CALLS)
+    found = ({"sequence": n, "step": step, "module": path} for n, (step, path) in enumerate(rows))
+    return table_of(ATEN_CALLS, *found)
 
 
 def _launches(*rows: tuple[int | None, str | None, float | None]) -> pa.Table:
-    none = dict.fromkeys(KERNEL_LAUNCHES.names)
-    found = [
-        none | {"launch": n, "step": step, "module": path, "duration": time, "time_valid": time is not None}
+    found = (
+        {"launch": n, "step": step, "module": path, "duration": time, "time_valid": time is not None}
         for n, (step, path, time) in enumerate(rows)
-    ]
-    return pa.Table.from_pylist(found, schema=KERNEL_LAUNCHES)
+    )
+    return table_of(KERNEL_LAUNCHES, *found)
 
 
 def _rows(

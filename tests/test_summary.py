@@ -5,18 +5,19 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_traces import RealTrace, real_trace, real_traces
-from synthetic_trace import BACKWARD, SyntheticTrace, one_step, ops_json
+from synthetic_trace import BACKWARD, WINDOW, SyntheticTrace, one_step, ops_json
 
 from tlk_tracking.annotate import annotate, import_trace
 from tlk_tracking.annotation import KernelAnnotation, summary_table
 from tlk_tracking.inert_text import csv_cell, short_kernel, visible
 from tlk_tracking.launch_summary import encode_summary
-from tlk_tracking.records import Phase, StepBracket, StepOutcome, WindowFacts, WindowSource
+from tlk_tracking.records import Phase, StepBracket, StepOutcome
 from tlk_tracking.summary import METRIC_GAPS, facts, launch_summary, metrics
 
 FACTS = {
@@ -107,21 +108,14 @@ def test_only_complete_steps_are_in_a_metric(tmp_path: Path) -> None:
         StepBracket(step=5, outcome=StepOutcome.COMPLETE),
         StepBracket(step=6, outcome=StepOutcome.RAISED),
     )
-    window = WindowFacts(
-        session=trace.session, source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=2, steps=steps,
-        synchronized=True,
-    )  # fmt: skip
-    annotation = annotate(trace.write(tmp_path), window, calls=None)
+    annotation = annotate(trace.write(tmp_path), replace(WINDOW, requested=2, steps=steps), calls=None)
     values = _values(annotation)
     assert (values["launches"][0], values["steps_recorded"][0]) == (2, 1)
     assert facts(annotation)["by_step"] == {"5": 2, "6": 1}
 
 
 def test_without_a_complete_step_only_that_is_said(tmp_path: Path) -> None:
-    window = WindowFacts(
-        session="0123abcd", source=WindowSource.CALLBACK, first_step=5, warmup=0, requested=1,
-        steps=(StepBracket(step=5, outcome=StepOutcome.RAISED),), synchronized=True,
-    )  # fmt: skip
+    window = replace(WINDOW, steps=(StepBracket(step=5, outcome=StepOutcome.RAISED),))
     assert _values(annotate(one_step().write(tmp_path), window, calls=None)) == {
         "steps_recorded": (0.0, "exact", ())
     }

@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_trace import table_of
 
 from tlk_tracking.records import Availability, Bound, GapReason
 from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
@@ -28,10 +28,6 @@ CALL = {"sequence": 0, "step": 1}
 RELATION = {"sequence": 0, "launch": 0, "origin": "dispatch"}
 
 
-def _table(schema: pa.Schema, *rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema=schema)
-
-
 def _totals(
     *launches: dict[str, Any],
     calls: list[dict[str, Any]] | None = None,
@@ -41,9 +37,9 @@ def _totals(
     reasons: frozenset[GapReason] = frozenset(),
 ) -> Totals:
     return count_totals(
-        calls=_table(ATEN_CALLS, *(calls or [])),
-        launches=_table(KERNEL_LAUNCHES, *({"launch": n} | row for n, row in enumerate(launches))),
-        relations=_table(LAUNCH_RELATIONS, *(relations or [])),
+        calls=table_of(ATEN_CALLS, *(calls or [])),
+        launches=table_of(KERNEL_LAUNCHES, *({"launch": n} | row for n, row in enumerate(launches))),
+        relations=table_of(LAUNCH_RELATIONS, *(relations or [])),
         steps=steps,
         availability=availability,
         reasons=reasons,
