@@ -170,7 +170,7 @@ def _build(
         launch_table, relation_table = make_launch_tables(events, correlation, call_table, fused=fused)
     steps = tuple(sorted(_steps(window)))
     call_table = _only_steps(call_table, steps)
-    merged = _merge_gaps(gaps, launch_table, availability)
+    merged = _merge_gaps(gaps, availability)
     reasons = {gap.reason for gap in merged}
     if availability is Availability.UNAVAILABLE:
         reasons.add(GapReason.NO_DEVICE_EVIDENCE)
@@ -242,7 +242,7 @@ def _only_steps(calls: pa.Table, steps: tuple[int, ...]) -> pa.Table:
     return calls.set_column(calls.schema.get_field_index("step"), ATEN_CALLS.field("step"), column)
 
 
-def _merge_gaps(gaps: list[Gap], launches: pa.Table, availability: Availability) -> tuple[Gap, ...]:
+def _merge_gaps(gaps: list[Gap], availability: Availability) -> tuple[Gap, ...]:
     """One row a reason, counts added; reasons of launch rows hold only where there are launch rows."""
     merged: dict[GapReason, Gap] = {}
     for gap in gaps:

@@ -21,6 +21,7 @@ from tlk_tracking.errors import AnnotationError
 from tlk_tracking.launch_summary import encode_summary, summarize_launches
 from tlk_tracking.manifest import MANIFEST_FILE, FileRow, Manifest, decode_manifest, encode_manifest
 from tlk_tracking.module_summary import summarize_modules
+from tlk_tracking.number_text import SIGNS
 from tlk_tracking.records import (
     AtenCall,
     AttributionStatus,
@@ -40,15 +41,20 @@ from tlk_tracking.table_files import (
     encode_table,
     read_plain,
 )
-from tlk_tracking.tables import ATEN_CALLS, FUSED_NODES, KERNEL_LAUNCHES, LAUNCH_RELATIONS
+from tlk_tracking.tables import (
+    ATEN_CALLS,
+    CALLS_FILE,
+    FUSED_FILE,
+    FUSED_NODES,
+    KERNEL_LAUNCHES,
+    LAUNCH_RELATIONS,
+    LAUNCHES_FILE,
+    RELATIONS_FILE,
+)
 
-CALLS_FILE = "aten_calls.parquet"
-LAUNCHES_FILE = "kernel_launches.parquet"
-RELATIONS_FILE = "launch_relations.parquet"
 SUMMARY_FILE = "launch_summary.csv"
 MODULES_FILE = "module_summary.csv"
 REPORT_FILE = "report.html"
-FUSED_FILE = "fused_nodes.parquet"
 TABLE_FILES = {CALLS_FILE: ATEN_CALLS, LAUNCHES_FILE: KERNEL_LAUNCHES, RELATIONS_FILE: LAUNCH_RELATIONS}
 # There only when launches are related to nodes of compiled graphs.
 OPTIONAL_TABLE_FILES = {FUSED_FILE: FUSED_NODES}
@@ -132,10 +138,9 @@ class KernelAnnotation:
 
     def _repr_html_(self) -> str:
         numbers = {**self.manifest.counts, **self.manifest.times}
-        signs = {"exact": "", "lower": "≥ ", "upper": "≤ ", "unknown": "? "}
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:right'>"
-            f"{'unknown' if n.value is None else signs[n.bound.value] + format(n.value, ',')}</td></tr>"
+            f"{'unknown' if n.value is None else SIGNS[n.bound] + format(n.value, ',')}</td></tr>"
             for name, n in numbers.items()
         )
         gaps = ", ".join(f"{g.reason.value} ({g.count})" for g in self.manifest.gaps) or "none"

@@ -26,11 +26,17 @@ from tlk_tracking.records import (
     Phase,
     StepOutcome,
 )
-from tlk_tracking.tables import MAX_DURATION_NS, MAX_MODULE_LENGTH, MAX_NAME_LENGTH
+from tlk_tracking.tables import (
+    CALLS_FILE,
+    FUSED_FILE,
+    LAUNCHES_FILE,
+    MAX_DURATION_NS,
+    MAX_MODULE_LENGTH,
+    MAX_NAME_LENGTH,
+    RELATIONS_FILE,
+)
 from tlk_tracking.totals import Bounded, count_totals
 
-_CALLS, _LAUNCHES, _RELATIONS = "aten_calls.parquet", "kernel_launches.parquet", "launch_relations.parquet"
-_FUSED = "fused_nodes.parquet"
 _LAUNCH_FACTS = (
     "launch_name", "device", "stream", "duration", "runtime_correlation", "kind", "step", "start_ns",
     "time_valid", "launch_latency_ns", "gap", "bytes", "grid", "block", "graph_launch",
@@ -52,13 +58,14 @@ def check_tables(
     Raises:
         AnnotationError: names the file, and the first row and the field where there is one.
     """
-    for table, file in ((calls, _CALLS), (launches, _LAUNCHES), (relations, _RELATIONS), (fused, _FUSED)):
+    tables = {CALLS_FILE: calls, LAUNCHES_FILE: launches, RELATIONS_FILE: relations, FUSED_FILE: fused}
+    for file, table in tables.items():
         check_lengths(table, file)
     _check_calls(manifest, calls)
     if manifest.availability is Availability.UNAVAILABLE:
         _check_unavailable(launches, relations)
         if len(fused):
-            _refuse("has a node of an unavailable annotation", _FUSED, 0)
+            _refuse("has a node of an unavailable annotation", FUSED_FILE, 0)
     else:
         _check_launches(manifest, launches)
         _check_fused(calls, fused)
@@ -71,41 +78,41 @@ def _check_calls(manifest: Manifest, calls: pa.Table) -> None:
     sequence = _int64s(calls, "sequence")
     bad = np.flatnonzero(np.diff(sequence) <= 0)
     if len(bad):
-        _refuse("is not larger than in the row before", _CALLS, int(bad[0]) + 1, "sequence")
+        _refuse("is not larger than in the row before", CALLS_FILE, int(bad[0]) + 1, "sequence")
     if len(sequence) and sequence[0] < 0:
-        _refuse("is negative", _CALLS, 0, "sequence")
-    _check_closed(calls, "phase", Phase, _CALLS)
-    _check_closed(calls, "outcome", CallOutcome, _CALLS)
-    _check_texts(calls, "inputs", _CALLS, _complain_of_inputs)
-    _check_steps(manifest, calls, _CALLS)
+        _refuse("is negative", CALLS_FILE, 0, "sequence")
+    _check_closed(calls, "phase", Phase, CALLS_FILE)
+    _check_closed(calls, "outcome", CallOutcome, CALLS_FILE)
+    _check_texts(calls, "inputs", CALLS_FILE, _complain_of_inputs)
+    _check_steps(manifest, calls, CALLS_FILE)
 
 
 def _check_unavailable(launches: pa.Table, relations: pa.Table) -> None:
     if len(launches) != 1:
-        _refuse(f"has {len(launches)} rows, but an unavailable annotation has exactly one", _LAUNCHES)
+        _refuse(f"has {len(launches)} rows, but an unavailable annotation has exactly one", LAUNCHES_FILE)
     if launches["attribution_status"][0].as_py() != AttributionStatus.UNAVAILABLE.value:
-        _refuse("is not `unavailable`", _LAUNCHES, 0, "attribution_status")
+        _refuse("is not `unavailable`", LAUNCHES_FILE, 0, "attribution_status")
     for name in _LAUNCH_FACTS:
         if launches[name].null_count != 1:
-            _refuse("states a fact in an unavailable annotation", _LAUNCHES, 0, name)
+            _refuse("states a fact in an unavailable annotation", LAUNCHES_FILE, 0, name)
     if len(relations):
-        _refuse("relates launches of an unavailable annotation", _RELATIONS, 0)
+        _refuse("relates launches of an unavailable annotation", RELATIONS_FILE, 0)
 
 
 def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
     number = _int64s(launches, "launch")
     bad = np.flatnonzero(number != np.arange(len(number)))
     if len(bad):
-        _refuse("is not the row number", _LAUNCHES, int(bad[0]), "launch")
-    _check_closed(launches, "attribution_status", AttributionStatus, _LAUNCHES, nullable=False)
+        _refuse("is not the row number", LAUNCHES_FILE, int(bad[0]), "launch")
+    _check_closed(launches, "attribution_status", AttributionStatus, LAUNCHES_FILE, nullable=False)
     _refuse_where(
         pc.equal(_texts(launches, "attribution_status"), AttributionStatus.UNAVAILABLE.value),
         "an unavailable row stands beside others",
         "attribution_status",
     )
-    _check_closed(launches, "kind", LaunchKind, _LAUNCHES, nullable=False)
-    _check_closed(launches, "phase", Phase, _LAUNCHES)
-    _check_closed(launches, "gap", GapReason, _LAUNCHES, allowed={r.value for r in LAUNCH_GAPS})
+    _check_closed(launches, "kind", LaunchKind, LAUNCHES_FILE, nullable=False)
+    _check_closed(launches, "phase", Phase, LAUNCHES_FILE)
+    _check_closed(launches, "gap", GapReason, LAUNCHES_FILE, allowed={r.value for r in LAUNCH_GAPS})
     _refuse_where(pc.is_null(launches["time_valid"]), "is null", "time_valid")
     duration = launches["duration"]
     _refuse_where(
@@ -129,8 +136,8 @@ def _check_launches(manifest: Manifest, launches: pa.Table) -> None:
     in_range = pc.and_(pc.greater(start, -_MAX_START_NS), pc.less(start, _MAX_START_NS))
     _refuse_where(pc.and_(pc.is_valid(start), pc.invert(in_range)), "is no time", "start_ns")
     for name in ("grid", "block"):
-        _check_texts(launches, name, _LAUNCHES, _complain_of_extent)
-    _check_steps(manifest, launches, _LAUNCHES)
+        _check_texts(launches, name, LAUNCHES_FILE, _complain_of_extent)
+    _check_steps(manifest, launches, LAUNCHES_FILE)
 
 
 def _check_availability(manifest: Manifest, launches: pa.Table) -> None:
@@ -165,33 +172,33 @@ def _check_fused(calls: pa.Table, fused: pa.Table) -> None:
     sequence = _int64s(fused, "sequence")
     bad = np.flatnonzero(np.diff(sequence) <= 0)
     if len(bad):
-        _refuse("is not larger than in the row before", _FUSED, int(bad[0]) + 1, "sequence")
+        _refuse("is not larger than in the row before", FUSED_FILE, int(bad[0]) + 1, "sequence")
     if len(sequence) and len(calls) and sequence[0] <= calls["sequence"][-1].as_py():
-        _refuse("is the number of an ATen call or below it", _FUSED, 0, "sequence")
+        _refuse("is the number of an ATen call or below it", FUSED_FILE, 0, "sequence")
 
 
 def _check_relations(calls: pa.Table, launches: pa.Table, relations: pa.Table, fused: pa.Table) -> None:
     sequence = _int64s(relations, "sequence")
     launch = _int64s(relations, "launch")
-    _check_closed(relations, "origin", Origin, _RELATIONS, nullable=False)
+    _check_closed(relations, "origin", Origin, RELATIONS_FILE, nullable=False)
     dispatched = pc.equal(_texts(relations, "origin"), Origin.DISPATCH.value).to_numpy()
     for chosen, table, what in ((dispatched, calls, "ATen call"), (~dispatched, fused, "fused node")):
         bad = np.flatnonzero(chosen & ~np.isin(sequence, table["sequence"].to_numpy()))
         if len(bad):
-            _refuse(f"{sequence[bad[0]]} is no {what}", _RELATIONS, int(bad[0]), "sequence")
+            _refuse(f"{sequence[bad[0]]} is no {what}", RELATIONS_FILE, int(bad[0]), "sequence")
     bad = np.flatnonzero((launch < 0) | (launch >= len(launches)))
     if len(bad):
-        _refuse(f"{launch[bad[0]]} is no kernel launch", _RELATIONS, int(bad[0]), "launch")
+        _refuse(f"{launch[bad[0]]} is no kernel launch", RELATIONS_FILE, int(bad[0]), "launch")
     order = np.lexsort((sequence, launch))
     twice = np.flatnonzero((np.diff(launch[order]) == 0) & (np.diff(sequence[order]) == 0))
     if len(twice):
-        _refuse("the relation stands there twice", _RELATIONS, int(order[twice[0] + 1]))
+        _refuse("the relation stands there twice", RELATIONS_FILE, int(order[twice[0] + 1]))
     related = np.zeros(len(launches), bool)
     related[launch[dispatched]] = True
     said = pc.equal(_texts(launches, "attribution_status"), AttributionStatus.ATTRIBUTED.value).to_numpy()
     bad = np.flatnonzero(related != said)
     if len(bad):
-        _refuse("does not fit the relations", _LAUNCHES, int(bad[0]), "attribution_status")
+        _refuse("does not fit the relations", LAUNCHES_FILE, int(bad[0]), "attribution_status")
 
 
 def _check_counts(manifest: Manifest, *, calls: pa.Table, launches: pa.Table, relations: pa.Table) -> None:
@@ -308,7 +315,7 @@ def check_lengths(table: pa.Table, file: str) -> None:
 def _refuse_where(mask: pa.ChunkedArray, what: str, field: str) -> None:
     row = pc.index(mask, True).as_py()
     if row >= 0:
-        _refuse(what, _LAUNCHES, row, field)
+        _refuse(what, LAUNCHES_FILE, row, field)
 
 
 def _int64s(table: pa.Table, name: str) -> np.typing.NDArray[np.int64]:

@@ -6,20 +6,19 @@ The rules are those of docs/attribution.md. No operator name and no kernel name 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tlk_tracking.errors import TraceError
-from tlk_tracking.event_columns import Bools, DeviceRecords, EventColumns, HostRanges, Int64s
+from tlk_tracking.event_columns import Bools, DeviceRecords, EventColumns, HostRanges, Int64s, rows_of
 from tlk_tracking.lost_launches import count_lost_launches
-from tlk_tracking.nested_ranges import NONE, innermost, parents
+from tlk_tracking.nested_ranges import NONE, innermost, no_index, parents
 from tlk_tracking.records import Gap, GapReason
 from tlk_tracking.tables import MAX_DURATION_NS
 
 # Records and calls that share one correlation multiply; a trace that needs more pairs than this is none of ours.
 MAX_RELATIONS = 20_000_000
-
 
 DISPATCHER_OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(?:\.\w+)?")
 
@@ -107,7 +106,7 @@ def correlate(events: EventColumns, *, steps: frozenset[int] | None = None) -> C
     known = (records.correlation != 0) & (stop > first)
     earliest = _take(by_correlation, first, known)
 
-    record_bracket = np.where(known, call_bracket[earliest], NONE) if len(runtime) else _none(len(records))
+    record_bracket = np.where(known, call_bracket[earliest], NONE) if len(runtime) else no_index(len(records))
     relation_record, relation_call = _relations(owner[by_correlation], sorted_ids, records.correlation)
     related = np.zeros(len(records), bool)
     related[relation_record] = True
@@ -151,7 +150,7 @@ def _brackets(events: EventColumns, steps: frozenset[int] | None) -> HostRanges:
     if steps is not None:
         # The numbers of `ProfilerStep#N` are not the Trainer's: where steps are known, nothing stands in for them.
         kept = np.isin(markers.label, np.array(sorted(steps), np.int64))
-        return HostRanges(**{name: getattr(markers, name)[kept] for name in HostRanges.__slots__})
+        return rows_of(markers, kept)
     if len(markers):
         return markers
     if len(events.profiler_steps):
@@ -183,16 +182,7 @@ def _call_ranges(events: EventColumns) -> tuple[HostRanges, Int64s | None]:
     )
     keep[owns[(owns != NONE) & launching]] = True
     rows = order[keep[order]]
-    return (
-        HostRanges(
-            label=np.arange(len(rows)),
-            thread=ops.thread[rows],
-            start_ns=ops.start_ns[rows],
-            end_ns=ops.end_ns[rows],
-            external_id=ops.external_id[rows],
-        ),
-        rows,
-    )
+    return replace(rows_of(ops, rows), label=np.arange(len(rows))), rows
 
 
 def _relations(owner: Int64s, call_ids: Int64s, record_ids: Int64s) -> tuple[Int64s, Int64s]:
@@ -222,7 +212,7 @@ def _launch_gaps(
 ) -> Int64s:
     """Return for each record the first reason of `LAUNCH_GAPS` that fits, or -1."""
     records, runtime = events.records, events.runtime_calls
-    gap = _none(len(records))
+    gap = no_index(len(records))
     gap[~known] = LAUNCH_GAPS.index(GapReason.RECORD_WITHOUT_LAUNCH)
     open_rows = np.flatnonzero(known & in_step & ~related)
     if not len(open_rows):
@@ -285,7 +275,7 @@ def _linked_calls(events: EventColumns, calls: HostRanges) -> tuple[Int64s, Bool
     found = np.zeros(len(wanted), bool)
     inside = place < len(unique)
     found[inside] = unique[place[inside]] == wanted[inside]
-    result = _none(len(wanted))
+    result = no_index(len(wanted))
     result[found] = linked[place[found]]
     return result, found
 
@@ -332,7 +322,3 @@ def _take(values: Int64s, index: Int64s, known: Bools) -> Int64s:
     taken = np.zeros(len(index), np.int64)
     taken[known] = values[index[known]]
     return taken
-
-
-def _none(length: int) -> Int64s:
-    return np.full(length, NONE, np.int64)

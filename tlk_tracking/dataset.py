@@ -20,14 +20,21 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as fs
 
-from tlk_tracking.annotation import CALLS_FILE, LAUNCHES_FILE, MAX_MANIFEST_BYTES, RELATIONS_FILE
+from tlk_tracking.annotation import MAX_MANIFEST_BYTES
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.manifest import MANIFEST_FILE, decode_manifest
 from tlk_tracking.mlflow_tracking import load_run
 from tlk_tracking.outbox import ARTIFACT_ROOT
 from tlk_tracking.records import StepOutcome
 from tlk_tracking.table_files import read_plain
-from tlk_tracking.tables import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
+from tlk_tracking.tables import (
+    ATEN_CALLS,
+    CALLS_FILE,
+    KERNEL_LAUNCHES,
+    LAUNCH_RELATIONS,
+    LAUNCHES_FILE,
+    RELATIONS_FILE,
+)
 
 TABLES = {
     "aten_calls": (CALLS_FILE, ATEN_CALLS),

@@ -60,7 +60,11 @@ class _Graph:
 
 
 class FusedKernels:
-    """The compiled graphs of one fit. Install it before the first compilation, and remove it in the end."""
+    """The compiled graphs of one fit. Install it before the first compilation, and remove it in the end.
+
+    Attributes:
+        fault: the first error of our own; what it hit has no nodes.
+    """
 
     def __init__(self) -> None:
         self.fault: Exception | None = None

@@ -18,6 +18,7 @@ from tlk_tracking.trace_blocks import EventArgs, TraceEvent
 # |ns| beyond this cannot be told from an overflow; Kineto's clocks stay far below.
 _MAX_TIME_US = 2.0**61 / 1000
 _ROWS_AT_ONCE = 1 << 16
+_NO_ARGS = EventArgs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class TimedEvents:
 def read_times(events: list[TraceEvent]) -> TimedEvents:
     """Read the times of events and leave out those that have none.
 
-    DESIGN rule 8: round(ts_us * 1000); truncation would make one duration in 140 a nanosecond short.
+    A time is rounded to the nearest ns; truncation would make one duration in 140 a nanosecond short.
     """
     times = np.array([[e.ts for e in events], [e.dur for e in events]], np.float64)  # None becomes nan
     is_time = np.abs(times) < _MAX_TIME_US
@@ -43,7 +44,9 @@ def read_times(events: list[TraceEvent]) -> TimedEvents:
     return TimedEvents(events=events, start_ns=start_ns, duration_ns=duration_ns)
 
 
-_NO_ARGS = EventArgs()
+def cut_name(name: str) -> str:
+    """Return a name at most as long as an annotation may hold."""
+    return name[:MAX_NAME_LENGTH]
 
 
 class Codes(dict[object, int]):
@@ -223,11 +226,6 @@ def _ranges(columns: dict[str, Ints]) -> HostRanges:
         end_ns=start + columns["duration_ns"],
         external_id=columns["external_id"],
     )
-
-
-def cut_name(name: str) -> str:
-    """Return a name at most as long as an annotation may hold."""
-    return name[:MAX_NAME_LENGTH]
 
 
 def _extent(size: tuple[int, int, int]) -> str:

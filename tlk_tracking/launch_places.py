@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from tlk_tracking.correlation import Correlation
 from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s, Ints
-from tlk_tracking.nested_ranges import NONE, innermost, named_ranges
+from tlk_tracking.nested_ranges import NONE, innermost, named_ranges, no_index
 from tlk_tracking.records import MARKER_PREFIX, Phase
 
 GRAPH_LAUNCH_API = re.compile(r"cu(?:da)?GraphLaunch(?:_v[0-9]+)?(?:_ptsz)?")
@@ -52,7 +52,7 @@ def place_launches(events: EventColumns, correlation: Correlation, calls: pa.Tab
     """Return where each record was launched; `calls` are the annotation's ATen rows, sorted by sequence."""
     rows = calls.select(list(Place._fields))
     row_of_pair = np.searchsorted(calls["sequence"].to_numpy(), correlation.relation_sequence)
-    owner = np.full(len(events.records), NONE, np.int64)
+    owner = no_index(len(events.records))
     owner[correlation.relation_record] = row_of_pair
     placed = _shared_records(rows, correlation.relation_record, row_of_pair)
     if events.session is not None:
@@ -126,7 +126,7 @@ def _agreed(
 
 def _latest(moments: HostRanges, *, thread: Ints, time_ns: Int64s) -> Int64s:
     """Return for each time the index of the last range of the same thread that began by then, or -1."""
-    found = np.full(len(time_ns), NONE, np.int64)
+    found = no_index(len(time_ns))
     for each in np.unique(moments.thread):
         ours = np.flatnonzero(moments.thread == each)
         ours = ours[np.argsort(moments.start_ns[ours], kind="stable")]

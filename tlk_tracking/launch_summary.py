@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from tlk_tracking.inert_text import csv_cell
-from tlk_tracking.records import GapReason, Origin
-from tlk_tracking.totals import LOSES_ATTRIBUTION, LOSES_TIME
+from tlk_tracking.records import GapReason
+from tlk_tracking.totals import LOSES_ATTRIBUTION, LOSES_TIME, relations_of_calls
 
 _JOINED = 8  # names of calls that share a launch; the others are a number
 SUMMARY_KEYS = ("phase", "operator", "launch_name", "kind", "grid", "block")
@@ -111,7 +111,7 @@ def _count_calls(groups: pa.ChunkedArray, relations: pa.Table, *, launches: int)
 
 def _dispatched(relations: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return launch and sequence of the relations that are of calls."""
-    chosen = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
+    chosen = relations_of_calls(relations)
     return _int64(chosen["launch"]), _int64(chosen["sequence"])
 
 

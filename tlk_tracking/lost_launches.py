@@ -19,7 +19,10 @@ END_CAPTURE_APIS = re.compile(r"(?:cudaStreamEndCapture|cuStreamEndCapture)\w*")
 
 
 def count_lost_launches(events: EventColumns, *, in_bracket: Bools) -> tuple[int, int, int]:
-    """Return launching calls in a bracket without a record, empty transfers, and all launching calls."""
+    """Return launching calls in a bracket without a record, empty transfers, and all launching calls.
+
+    A transfer without a record had nothing to copy or set; where launches were lost, it may be lost as well.
+    """
     runtime = events.runtime_calls
     if not len(runtime):
         return 0, 0, 0

@@ -84,7 +84,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
     Attributes:
         recording: False makes the mode let every call through untouched.
-        step, phase: what the owner's thread is in.
+        step: what the owner's thread is in, or None.
         fault: the first error of our own, or that the window is full; after it nothing more is recorded.
         most_calls: a window takes no more than these; torch's profiler needs some 10 kB for each when it stops.
     """
@@ -132,9 +132,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         """Note that the owner's thread is in `phase` outside autograd; return the one it leaves."""
         left = _PHASES[self._phase]
         self._phase = _PHASES.index(phase)
-        with NamedRange(
-            f"{self._phase_prefix}{phase}"
-        ):  # a moment: the trace itself says when the phase began
+        with NamedRange(f"{self._phase_prefix}{phase}"):  # a moment: the trace says when the phase began
             return left
 
     # Any: every call of torch passes here, with any arguments.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s, Ints
+from tlk_tracking.event_columns import EventColumns, HostRanges, Int64s, Ints, rows_of
 
 _Found = TypeVar("_Found")
 
@@ -21,7 +21,7 @@ def innermost(ranges: HostRanges, *, thread: Ints | None, time_ns: Int64s) -> In
     None looks at all threads.
     """
     if not len(ranges) or not len(time_ns):
-        return _none(len(time_ns))
+        return no_index(len(time_ns))
     range_thread = np.zeros(len(ranges), np.int64) if thread is None else ranges.thread
     time_thread = np.zeros(len(time_ns), np.int64) if thread is None else thread
     order = np.lexsort((-ranges.end_ns, ranges.start_ns, range_thread))
@@ -46,23 +46,8 @@ def named_ranges(
     """Return the host ranges whose name `read` can read, and what it read of each."""
     known = {code: found for code, name in enumerate(events.names) if (found := read(name)) is not None}
     chosen = np.isin(events.host_ops.label, list(known))
-    ranges = HostRanges(**{name: getattr(events.host_ops, name)[chosen] for name in HostRanges.__slots__})
+    ranges = rows_of(events.host_ops, chosen)
     return ranges, [known[code] for code in ranges.label.tolist()]
-
-
-def _last_started(starts: Int64s, threads: Ints, *, time_ns: Int64s, time_thread: Ints) -> Int64s:
-    """Return for each time the last range of its thread that began by then, or -1 (ranges sorted by both)."""
-    ascending = np.sort(starts, kind="stable")
-
-    def keys(thread: Ints, start: Int64s) -> Int64s:
-        # One number that sorts by thread, then by start.
-        key = np.searchsorted(ascending, start, "right")
-        key += thread * np.int64(len(ascending) + 1)
-        return key
-
-    position = np.searchsorted(keys(threads, starts), keys(time_thread, time_ns), "right") - 1
-    position[(position < 0) | (threads[position] != time_thread)] = NONE
-    return position
 
 
 def parents(ranges: HostRanges) -> Int64s:
@@ -82,6 +67,26 @@ def parents(ranges: HostRanges) -> Int64s:
             parents.append(stack[-1][0])
         stack.append((index, end))
     return np.array(parents, np.int64)
+
+
+def no_index(length: int) -> Int64s:
+    """Return a column of indices that all lead nowhere."""
+    return np.full(length, NONE, np.int64)
+
+
+def _last_started(starts: Int64s, threads: Ints, *, time_ns: Int64s, time_thread: Ints) -> Int64s:
+    """Return for each time the last range of its thread that began by then, or -1 (ranges sorted by both)."""
+    ascending = np.sort(starts, kind="stable")
+
+    def keys(thread: Ints, start: Int64s) -> Int64s:
+        # One number that sorts by thread, then by start.
+        key = np.searchsorted(ascending, start, "right")
+        key += thread * np.int64(len(ascending) + 1)
+        return key
+
+    position = np.searchsorted(keys(threads, starts), keys(time_thread, time_ns), "right") - 1
+    position[(position < 0) | (threads[position] != time_thread)] = NONE
+    return position
 
 
 def _first_open(threads: Ints, ends: Int64s, *, position: Int64s, time_ns: Int64s) -> Int64s:
@@ -114,7 +119,3 @@ def _previous_wider(threads: Ints, ends: Int64s) -> Int64s:
         result.append(stack[-1][0] if stack else NONE)
         stack.append((index, end))
     return np.array(result, np.int64)
-
-
-def _none(length: int) -> Int64s:
-    return np.full(length, NONE, np.int64)

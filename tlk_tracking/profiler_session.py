@@ -47,7 +47,6 @@ class ProfilerSession:
         self._state = _State.NEW
         self._profile: profile | None = None
         self._stopped: profile | None = None
-        self._has_turn = False
         self._steps = 0
         self._owner = threading.get_ident()
         self._process = os.getpid()
@@ -65,8 +64,7 @@ class ProfilerSession:
         """
         self._steps = steps
         self._refuse_if_busy()
-        self._has_turn = _ONE_AT_A_TIME.acquire(blocking=False)
-        if not self._has_turn:
+        if _OPEN.setdefault(_ONLY_ONE, self) is not self:
             raise RecordingError("another window of this process is open; one is recorded at a time")
         try:
             self._warm_up()
@@ -178,9 +176,7 @@ class ProfilerSession:
             # It went with its thread, or with one that ran inside ours. To stop it now would crash; a session
             # prepared anew can be stopped.
             opened = self._make_profile()
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torch 2.11 finds nothing to stop in this thread, and goes on
+            with contextlib.suppress(RuntimeError):  # torch 2.11 finds nothing to stop here, and goes on
                 opened.prepare_trace()
         if not profiled_here():
             if opened.profiler is None:
@@ -216,11 +212,11 @@ class ProfilerSession:
     def _leave(self) -> None:
         self._state = _State.CLOSED
         self._profile = None
-        if self._has_turn:
+        if _OPEN.get(_ONLY_ONE) is self:
             if profiler_flag() is RUNNING:
                 set_profiler_flag(False)
-            self._has_turn = False
-            _ONE_AT_A_TIME.release()
+            # Last, and at once: after a Ctrl-C before it, whoever closes next comes here again.
+            del _OPEN[_ONLY_ONE]
 
 
 def is_capturing() -> bool:
@@ -263,5 +259,7 @@ def _stop_without_synchronizing(opened: profile) -> None:
     opened.stop_trace()
 
 
-_ONE_AT_A_TIME = threading.Lock()
+# The session that is open in this process. To take its place is one step for the interpreter, and so is to leave it.
+_ONLY_ONE = "session"
+_OPEN: dict[str, ProfilerSession] = {}
 _is_warm = False

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.records import Availability, Bound, CallSource, GapReason, LaunchKind, Origin
-from tlk_tracking.totals import LOSES_ANYTHING, LOSES_ATTRIBUTION, LOSES_TIME, bound_of
+from tlk_tracking.records import Availability, Bound, CallSource, GapReason, LaunchKind
+from tlk_tracking.totals import LOSES_ANYTHING, LOSES_ATTRIBUTION, LOSES_TIME, bound_of, relations_of_calls
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -155,7 +155,7 @@ class _Launches:
         if annotation.manifest.call_source is not CallSource.DISPATCH_MODE or calls["operator"].null_count:
             return
         code, self.operators = _codes(calls["operator"])
-        dispatched = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
+        dispatched = relations_of_calls(relations)
         call = np.searchsorted(_ints(calls["sequence"]), _ints(dispatched["sequence"]))
         # A launch that several calls of one operator share is one of that operator.
         pairs = np.unique(_ints(dispatched["launch"]) * max(1, len(self.operators)) + code[call])

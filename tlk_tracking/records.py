@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-SESSION_PATTERN = re.compile(r"[0-9a-f]{8}")
 MARKER_PREFIX = "tlk::"
 
 # Which ranks were to record a window; a list is ascending.

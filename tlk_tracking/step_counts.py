@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.records import Availability, Bound, GapReason, LaunchKind, Origin
+from tlk_tracking.records import Availability, Bound, GapReason, LaunchKind
 from tlk_tracking.step_tables import (
     CALL_MEASURES,
     TIME_MEASURES,
@@ -21,7 +21,15 @@ from tlk_tracking.step_tables import (
     StepTables,
     TableName,
 )
-from tlk_tracking.totals import LOSES_ANYTHING, LOSES_ATTRIBUTION, LOSES_CALLS, LOSES_TIME, bound_of, union_ns
+from tlk_tracking.totals import (
+    LOSES_ANYTHING,
+    LOSES_ATTRIBUTION,
+    LOSES_CALLS,
+    LOSES_TIME,
+    bound_of,
+    relations_of_calls,
+    union_ns,
+)
 
 Bools = npt.NDArray[np.bool_]
 
@@ -85,7 +93,7 @@ class _Reader:
         self.kinds = launches["kind"].cast(pa.string()).to_numpy(zero_copy_only=False)
         copies = (self.launch_step != _ABSENT) & (self.kinds == LaunchKind.MEMCPY)
         self.sizes_missing = bool((copies & pc.is_null(launches["bytes"]).to_numpy()).any())
-        chosen = relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
+        chosen = relations_of_calls(relations)
         launch = _ints(chosen["launch"])
         inside = self.launch_step[launch] != _ABSENT
         self.pair_launch = launch[inside]

@@ -17,7 +17,6 @@ from tlk_tracking.records import (
     Bound,
     GapReason,
     LaunchKind,
-    Origin,
     Phase,
     StepOutcome,
 )
@@ -27,6 +26,7 @@ from tlk_tracking.totals import (
     LOSES_CALLS,
     LOSES_TIME,
     count_totals,
+    relations_of_calls,
 )
 
 
@@ -145,12 +145,8 @@ def _calls_per_step(annotation: KernelAnnotation) -> float:
 def _device_values(annotation: KernelAnnotation) -> dict[str, float]:
     steps = annotation.complete_steps
     launches = _complete(annotation, annotation.launch_table)
-    relations = annotation.relation_table
-    chosen = pc.and_(
-        pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value),
-        pc.is_in(relations["launch"], launches["launch"].combine_chunks()),
-    )
-    relations = relations.filter(chosen)
+    relations = relations_of_calls(annotation.relation_table)
+    relations = relations.filter(pc.is_in(relations["launch"], launches["launch"].combine_chunks()))
     totals = count_totals(
         calls=_complete(annotation, annotation.call_table),
         launches=launches.set_column(0, "launch", pa.array(np.arange(len(launches)))),

@@ -1,8 +1,13 @@
-"""The Arrow schemas of an annotation's tables; in memory and on disk they have these columns in this order."""
+"""The files of an annotation's tables and their schemas: these columns in this order, in memory and on disk."""
 
 from __future__ import annotations
 
 import pyarrow as pa
+
+CALLS_FILE = "aten_calls.parquet"
+LAUNCHES_FILE = "kernel_launches.parquet"
+RELATIONS_FILE = "launch_relations.parquet"
+FUSED_FILE = "fused_nodes.parquet"
 
 # Longest name (of a kernel, an operator) that is kept; what is longer is cut there when a trace is read.
 MAX_NAME_LENGTH = 1 << 16

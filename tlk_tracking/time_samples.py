@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.intervals import Verdict
+from tlk_tracking.number_text import plural
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -128,12 +129,8 @@ def missing_samples(steps: int, windows: int, thresholds: Thresholds) -> str | N
     missing = math.ceil((thresholds.min_samples - steps) / per_window)
     return (
         f"{steps} of {thresholds.min_samples} steps; {missing} more "
-        f"{'window' if missing == 1 else 'windows'} of {_steps(per_window)} needed"
+        f"{'window' if missing == 1 else 'windows'} of {plural(per_window, 'step')} needed"
     )
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _ratio(before: Floats, after: Floats) -> Floats:

@@ -115,7 +115,8 @@ def times_in_trace(
         runtime_calls=tuple(
             (events.names[name], events.thread_ids[thread], correlation or None, start - origin, end - origin)
             for name, thread, correlation, start, end in zip(
-                *(getattr(runtime, column).tolist() for column in runtime.__slots__[:2]),
+                runtime.name.tolist(),
+                runtime.thread.tolist(),
                 runtime.correlation.tolist(),
                 runtime.start_ns.tolist(),
                 runtime.end_ns.tolist(),

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from tlk_tracking.records import AttributionStatus, Availability, Bound, GapReason, LaunchKind, Origin
 
-# Which gap makes lower bounds of what (DESIGN section 5).
+# Which gap makes lower bounds of what.
 LOSES_ANYTHING = frozenset(
     {
         GapReason.RECORD_WITHOUT_LAUNCH,
@@ -109,7 +109,7 @@ def count_totals(
         inside = pc.is_valid(launches["step"])
         values |= _count_launches(launches, inside)
         values |= _sum_times(launches, pc.and_(inside, launches["time_valid"]))
-        dispatched = relations.filter(pc.equal(_plain(relations["origin"]), Origin.DISPATCH.value))
+        dispatched = relations_of_calls(relations)
         related = dispatched["sequence"].filter(pc.take(inside, dispatched["launch"])).to_numpy()
         values |= {"relations": len(related), "aten_calls_with_launches": len(np.unique(related))}
         by_step = dict.fromkeys(steps, 0) | _occurrences(launches["step"].drop_null())
@@ -124,6 +124,11 @@ def count_totals(
         by_step=by_step,
         streams=streams,
     )
+
+
+def relations_of_calls(relations: pa.Table) -> pa.Table:
+    """Return the relations that are of ATen calls, without those of fused nodes."""
+    return relations.filter(pc.equal(relations["origin"].cast(pa.string()), Origin.DISPATCH.value))
 
 
 def _bound(name: str, value: float | int | None, reasons: frozenset[GapReason]) -> Bound:
@@ -191,8 +196,3 @@ def _streams(within: pa.Table) -> dict[int, list[int]]:
 def _occurrences(column: pa.ChunkedArray) -> dict[Any, int]:  # of whatever the column holds
     pairs = pc.value_counts(column.unify_dictionaries()).to_pylist()
     return {pair["values"]: pair["counts"] for pair in pairs}
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a dictionary column as plain text, so that one comparison serves all its chunks."""
-    return column.cast(pa.string())

@@ -69,7 +69,6 @@ class TraceHeader(msgspec.Struct):
 
     device_properties: list[_DeviceProperties] = msgspec.field(name="deviceProperties", default_factory=list)
     distributed_info: _DistributedInfo | None = msgspec.field(name="distributedInfo", default=None)
-    cuda_driver_version: _Int64 | None = None
     cuda_runtime_version: _Int64 | None = None
     cupti_version: _Int64 | None = None
 
@@ -100,7 +99,7 @@ class TraceBlocks:
     def _blocks(self, file: InputFile) -> Iterator[list[TraceEvent]]:
         head = b""
         begin = None
-        while begin is None and len(head) < HEADER_BYTES and (chunk := self._read(file, BLOCK_BYTES)):
+        while begin is None and len(head) < HEADER_BYTES and (chunk := self._read(file)):
             head += chunk
             found = _BEGIN.search(head)
             begin = found if found is not None and _BETWEEN in head[found.end() :] else None
@@ -110,7 +109,7 @@ class TraceBlocks:
         self.header = _decode_header(head[: begin.end()] + b"]}", self.path)
         # The buffer is always an open array, so that a block is decoded where it lies.
         buffer = bytearray(b"[" + head[begin.end() :])
-        while chunk := self._read(file, BLOCK_BYTES):
+        while chunk := self._read(file):
             seen = max(len(buffer) - len(_BETWEEN), 0)
             buffer += chunk
             cut = buffer.rfind(_BETWEEN, seen)
@@ -128,14 +127,14 @@ class TraceBlocks:
         _decode_header(b"{" + bytes(buffer[end + 4 :]).lstrip(b" \n,"), self.path)
         yield self._decode(buffer, end + 4)
 
-    def _read(self, file: InputFile, size: int) -> bytes:
-        chunk = file.read(size)
+    def _read(self, file: InputFile) -> bytes:
+        chunk = file.read(BLOCK_BYTES)
         self.bytes_read = file.bytes_read
         return chunk
 
     def _whole(self, head: bytes, file: InputFile) -> Iterator[list[TraceEvent]]:
         parts = [head]
-        while chunk := self._read(file, BLOCK_BYTES):
+        while chunk := self._read(file):
             parts.append(chunk)
             if self.bytes_read > MAX_WHOLE_BYTES:
                 raise TraceError(
@@ -167,9 +166,8 @@ class TraceBlocks:
         except (msgspec.DecodeError, RecursionError):
             return self._decode_each(_COMMA_BETWEEN.split(bytes(block[1 : end - 1])))
 
-    def _decode_each(
-        self, raws: list[Any]
-    ) -> list[TraceEvent]:  # Any: bytes or msgspec.Raw, which is a buffer
+    # Any: bytes or msgspec.Raw, which is a buffer.
+    def _decode_each(self, raws: list[Any]) -> list[TraceEvent]:
         events = []
         for raw in raws:
             try:

@@ -204,13 +204,7 @@ class WindowRecorder:
     def _gaps(self, error: BaseException | None, lost: str | None) -> tuple[Gap, ...]:
         found = []
         if self._brackets.displaced:
-            found.append(
-                (
-                    GapReason.MODE_DISPLACED,
-                    1,
-                    _DISPLACED,
-                )
-            )
+            found.append((GapReason.MODE_DISPLACED, 1, _DISPLACED))
         if error is not None:
             found.append((GapReason.CAPTURE_RAISED, 1, type(error).__name__))
         complete = sum(bracket.outcome is StepOutcome.COMPLETE for bracket in self._brackets.steps)
@@ -222,13 +216,6 @@ class WindowRecorder:
         if complete < self.plan.requested or len(why) > 1:
             found.append((GapReason.WINDOW_TRUNCATED, max(1, self.plan.requested - complete), "; ".join(why)))
         return tuple(Gap(reason=reason, count=count, evidence=evidence) for reason, count, evidence in found)
-
-
-def _why(fault: Exception) -> str:
-    """Return why nothing more was recorded; of an error that is not ours its type alone, its text may be private."""
-    if isinstance(fault, RecordingError):
-        return str(fault)
-    return f"the recorder itself failed with {type(fault).__name__}"
 
 
 def session_id(token: str, *, first_step: int) -> str:
@@ -255,3 +242,10 @@ def skipped_window(plan: WindowPlan, *, reason: str, global_step: int) -> Window
         gaps=(Gap(reason=GapReason.WINDOW_SKIPPED, count=1, evidence=reason),),
         environment=plan.environment,
     )
+
+
+def _why(fault: Exception) -> str:
+    """Return why nothing more was recorded; of an error that is not ours its type alone, its text may be private."""
+    if isinstance(fault, RecordingError):
+        return str(fault)
+    return f"the recorder itself failed with {type(fault).__name__}"

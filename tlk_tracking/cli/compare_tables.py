@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tlk_tracking.cli.consoles import open_narrow_console
 from tlk_tracking.comparison import Comparison, Side
 from tlk_tracking.comparison_rows import CHANGES, Row
 from tlk_tracking.comparison_text import (
@@ -21,7 +22,6 @@ from tlk_tracking.key_text import show_key
 from tlk_tracking.number_text import plural, show_number
 from tlk_tracking.step_tables import TableName
 
-_WIDTH = 100
 _STYLES = {
     Verdict.ADDED: "yellow",
     Verdict.REMOVED: "cyan",
@@ -34,8 +34,7 @@ _STYLES = {
 
 def print_comparison(comparison: Comparison, *, top: int) -> None:
     """Print each candidate against the baseline: circumstances, totals, then the changed rows of each table."""
-    console = Console(highlight=False)
-    console.width = min(_WIDTH, console.width) if console.is_terminal else _WIDTH
+    console = open_narrow_console()
     for side in comparison.candidates:
         _print_heading(console, comparison.baseline, side)
         _print_context(console, comparison, side)

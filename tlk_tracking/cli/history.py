@@ -85,17 +85,16 @@ def _records(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def _print(frame: pd.DataFrame, experiment: str) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from tlk_tracking.cli.consoles import open_narrow_console
     from tlk_tracking.inert_text import visible
 
     if frame.empty:
         click.echo(f"no run of {visible(experiment)} has kernel telemetry")
         return
-    console = Console(highlight=False)
-    console.width = min(100, console.width) if console.is_terminal else 100
+    console = open_narrow_console()
     table = Table("started (UTC)", "run", "name", "status", box=None, pad_edge=False)
     table.add_column(visible(str(frame["measure"].iloc[0])), justify="right")
     table.add_column("why a lower bound")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tlk_tracking.annotation import module_table
+from tlk_tracking.cli.consoles import open_console
 from tlk_tracking.inert_text import visible
 from tlk_tracking.key_text import show_key
 from tlk_tracking.module_summary import MODULE_MEASURES
@@ -23,7 +23,6 @@ from tlk_tracking.step_tables import TableName, decode_key
 if TYPE_CHECKING:
     from tlk_tracking.annotation import KernelAnnotation
 
-_PLAIN_WIDTH = 100
 _MEASURES = {"aten_calls": "calls", "launches": "launches", "device_time_ms": "device ms"}
 ROOT = "(the model itself)"
 
@@ -71,9 +70,7 @@ def as_json(table: GroupTable) -> dict[str, object]:
 
 def print_groups(table: GroupTable, by: By, *, top: int) -> None:
     """Print the first rows of the table."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+    console = open_console()
     if not table.rows:
         console.print(Text(f"no {by.value} is known in a complete step"))
         return

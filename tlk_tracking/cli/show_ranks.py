@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tlk_tracking.cli.consoles import open_console
 from tlk_tracking.inert_text import short_kernel, visible
 from tlk_tracking.number_text import show_number
 from tlk_tracking.rank_parts import RankPart
@@ -28,7 +29,6 @@ from tlk_tracking.records import Bound
 if TYPE_CHECKING:
     from tlk_tracking.annotation import KernelAnnotation
 
-_PLAIN_WIDTH = 100
 _TITLES = {"launches": "launches", "device_time_ms": "device ms"}
 
 
@@ -49,16 +49,16 @@ def print_overview(annotations: Sequence[KernelAnnotation], one: KernelAnnotatio
     summary = summarize_ranks(same_window(annotations, one))
     if len(summary.ranks) + len(summary.missing) > 1:
         print_ranks(summary)
-        _console().print(Text("--ranks says where they differ"))
+        open_console().print(Text("--ranks says where they differ"))
     window = one.folder_name.partition("/")[0]
     elsewhere = [name for name in missing_annotations(annotations) if not name.startswith(f"{window}/")]
     if elsewhere:
-        _console().print(Text(f"missing in other windows: {', '.join(elsewhere)}", style="yellow"))
+        open_console().print(Text(f"missing in other windows: {', '.join(elsewhere)}", style="yellow"))
 
 
 def print_ranks(summary: RankSummary) -> None:
     """Print one row a rank, and what to know of them together."""
-    console = _console()
+    console = open_console()
     table = Table("rank (numbers are a step)", box=None, pad_edge=False)
     for title in ("launches", "device ms", "compute ms", "communication ms", "overlapped"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -74,7 +74,7 @@ def print_ranks(summary: RankSummary) -> None:
 
 def print_spread(summary: RankSummary, *, top: int) -> None:
     """Print smallest, middle and largest value by phase, operator and kernel, and what makes one rank slow."""
-    console = _console()
+    console = open_console()
     for table, rows in groupby(summary.spread, key=lambda row: row.table):
         _print_table(console, table, list(rows), top)
     if summary.slowest is not None and summary.slowest.rows:
@@ -151,10 +151,3 @@ def _rank_json(part: RankPart) -> dict[str, object]:
         if communication is None
         else asdict(communication) | {"overlapped_share": communication.overlapped_share},
     }
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    return console

@@ -8,23 +8,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tlk_tracking.cli.consoles import open_console
 from tlk_tracking.inert_text import short_kernel, visible
+from tlk_tracking.number_text import SIGNS
 from tlk_tracking.records import Availability, Bound, CallSource, Phase
 from tlk_tracking.summary import launch_summary, metrics
 
 if TYPE_CHECKING:
     from tlk_tracking.annotation import KernelAnnotation
 
-_PLAIN_WIDTH = 100
 _PHASES = tuple(phase.value for phase in Phase)
-SIGNS = {Bound.EXACT: "", Bound.LOWER: "≥ ", Bound.UPPER: "≤ ", Bound.UNKNOWN: "? "}
 
 
 def print_annotation(annotation: KernelAnnotation, *, top: int) -> None:
     """Print heading, numbers, gaps and what launched what."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+    console = open_console()
     _print_heading(console, annotation)
     _print_numbers(console, annotation)
     _print_phases(console, annotation)
