@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-from tlk_tracking.profiler_session import _ONE_AT_A_TIME
+from tlk_tracking.profiler_session import _OPEN
 from tlk_tracking.torch_private import dispatch_mode_stack, profiled_here, profiler_flag
 
 # The window: warm-up in steps 2 and 3, recorded steps 4 to 6.
@@ -233,7 +233,7 @@ def surroundings() -> Surroundings:
     )
     return Surroundings(
         modes=dispatch_mode_stack(),
-        profiler=(repr(profiler_flag()), type(profiler_flag()), profiled_here(), _ONE_AT_A_TIME.locked()),
+        profiler=(repr(profiler_flag()), type(profiler_flag()), profiled_here(), len(_OPEN)),
         module_hooks=tuple(len(kind) for kind in kinds),
         optimizer_hooks=len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks),
         signal_handlers=tuple(

@@ -154,8 +154,7 @@ def _put_right() -> None:
     """Take off what a fit left on, so that the next line is tried on its own."""
     while dispatch_mode_stack():
         pop_dispatch_mode(dispatch_mode_stack()[-1])
-    if profiler_session._ONE_AT_A_TIME.locked():
-        profiler_session._ONE_AT_A_TIME.release()
+    profiler_session._OPEN.clear()
     set_profiler_flag(False)
 
 
