@@ -8,6 +8,7 @@ from typing import NoReturn, cast
 
 import click
 
+from tlk_tracking.cli.output import prepare_output
 from tlk_tracking.errors import TlkError
 from tlk_tracking.inert_text import visible
 
@@ -54,8 +55,13 @@ def tlk() -> None:
 
 def main() -> None:
     """Run `tlk`; what this package or the file system refuses is one line on standard error and exit code 2."""
+    prepare_output()
     try:
-        tlk.main(prog_name="tlk")
+        try:
+            tlk.main(prog_name="tlk")
+        finally:
+            if sys.stdout is not None:  # a program without one, `>&-`
+                sys.stdout.flush()
     except TlkError as error:
         # It may quote a hostile file.
         _refuse(str(error))
