@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from tlk_tracking.cli.files import writing
+from tlk_tracking.cli.parameters import GIVEN, FiniteRange
 from tlk_tracking.cli.progress import opening
 from tlk_tracking.cli.targets import open_target
 
@@ -22,8 +23,8 @@ _TABLES = ("total", "phase", "module", "call", "kernel")
 
 
 @click.command("compare")
-@click.argument("baseline")
-@click.argument("candidates", nargs=-1, required=True)
+@click.argument("baseline", type=GIVEN)
+@click.argument("candidates", nargs=-1, required=True, type=GIVEN)
 @click.option("--json", "output", flag_value="json", help="Print context and rows as strict JSON.")
 @click.option("--csv", "output", flag_value="csv", help="Print the rows as CSV.")
 @click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained HTML page.")
@@ -43,12 +44,10 @@ _TABLES = ("total", "phase", "module", "call", "kernel")
     show_default=True,
     help="Tables that --fail-on looks at.",
 )
-@click.option(
-    "--max-time-increase", type=click.FloatRange(min=0), help="Percent of time that may come on top."
-)
+@click.option("--max-time-increase", type=FiniteRange(min=0), help="Percent of time that may come on top.")
 @click.option(
     "--max-launch-increase",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.0,
     show_default=True,
     help="Percent of launches that may come on top.",
@@ -64,7 +63,7 @@ _TABLES = ("total", "phase", "module", "call", "kernel")
 @click.option("--rank", "ranks", type=int, multiple=True, help="Rank to pool [the lowest].")
 @click.option("--all-ranks", is_flag=True, help="Pool every rank; each rank's step is a step.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of each table.")
-@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store for runs:/ targets.")
 def command(
     baseline: str,
     candidates: tuple[str, ...],

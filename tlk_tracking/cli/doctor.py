@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN, FiniteRange
 from tlk_tracking.outbox import DEFAULT_FOLDER
 
 _COLORS = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -16,7 +17,7 @@ _COLORS = {"ok": "green", "note": "yellow", "fail": "red"}
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print the lines as strict JSON.")
-@click.option("--tracking-uri", help="MLflow server or store to try [MLflow's own choice].")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store to try [MLflow's own choice].")
 @click.option(
     "--outbox",
     type=click.Path(path_type=Path),
@@ -26,7 +27,7 @@ _COLORS = {"ok": "green", "note": "yellow", "fail": "red"}
 )
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=10.0,
     show_default=True,
     help="Seconds that the MLflow store may take to answer.",

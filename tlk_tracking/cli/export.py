@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
 
 
 @click.command("export")
-@click.argument("target")
+@click.argument("target", type=GIVEN)
 @click.option(
     "--perfetto",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -24,7 +25,7 @@ from tlk_tracking.cli.targets import choose, open_target
 )
 @click.option("--window", type=int, help="First step of the window to export [the last one].")
 @click.option("--rank", type=int, help="Rank to export [the lowest].")
-@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store for runs:/ targets.")
 def command(
     target: str,
     perfetto: Path,

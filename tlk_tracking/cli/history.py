@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
+
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @click.command("history")
-@click.argument("experiment")
+@click.argument("experiment", type=GIVEN)
 @click.option("--metric", default="launches", show_default=True, help="A metric's name without its prefix.")
 @click.option(
     "--table",
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "output", flag_value="json", help="Print the rows as strict JSON.")
 @click.option("--csv", "output", flag_value="csv", help="Print the rows as CSV.")
-@click.option("--tracking-uri", help="MLflow server or store.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store.")
 def command(
     experiment: str,
     metric: str,

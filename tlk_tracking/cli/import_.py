@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import RUN_PREFIX, run_id_of
 from tlk_tracking.destinations import without_credentials
 from tlk_tracking.errors import AnnotationError
@@ -38,10 +39,12 @@ _FILE_OR_FOLDER = click.Path(exists=True, path_type=Path)
     type=click.Path(path_type=Path),
     help="New folder for the annotation; several go below it as window_*/rank_*.",
 )
-@click.option("--run", help="MLflow run to attach the annotations to, like recorded ones.")
-@click.option("--experiment", help="Make a new run in this MLflow experiment, and attach them to it.")
-@click.option("--run-name", help="Name of the new run.")
-@click.option("--tracking-uri", help="MLflow server or store [MLflow's own choice].")
+@click.option("--run", type=GIVEN, help="MLflow run to attach the annotations to, like recorded ones.")
+@click.option(
+    "--experiment", type=GIVEN, help="Make a new run in this MLflow experiment, and attach them to it."
+)
+@click.option("--run-name", type=GIVEN, help="Name of the new run.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store [MLflow's own choice].")
 def command(
     traces: tuple[Path, ...],
     ops: tuple[Path, ...],

@@ -7,15 +7,16 @@ from pathlib import Path
 import click
 
 from tlk_tracking.cli.files import writing
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
 
 
 @click.command("report")
-@click.argument("target")
+@click.argument("target", type=GIVEN)
 @click.option("--html", type=click.Path(path_type=Path), required=True, help="The file to write.")
 @click.option("--window", type=int, help="First step of the window to show [the last one].")
 @click.option("--rank", type=int, default=None, help="Rank to show [the lowest].")
-@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store for runs:/ targets.")
 def command(target: str, html: Path, window: int | None, rank: int | None, tracking_uri: str | None) -> None:
     """Write where the device time of TARGET goes, what could not be seen, and all tables.
 

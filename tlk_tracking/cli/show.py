@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("show")
-@click.argument("target")
+@click.argument("target", type=GIVEN)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as strict JSON.")
 @click.option(
     "--by",
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     "--ranks", is_flag=True, help="Show all ranks of the window side by side, and where they differ."
 )
 @click.option("--top", type=click.IntRange(min=1), default=15, show_default=True, help="Rows of the table.")
-@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store for runs:/ targets.")
 def command(
     target: str,
     as_json: bool,

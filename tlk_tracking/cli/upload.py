@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.server import SENDING_S, bounded_requests
 from tlk_tracking.outbox import DEFAULT_FOLDER, Delivery, DeliveryState, Entry, Outbox, RawWindow
 
@@ -23,7 +24,9 @@ _Item = TypeVar("_Item", RawWindow, Entry)
     show_default=True,
     help="The outbox, as the training's warning named it.",
 )
-@click.option("--tracking-uri", help="MLflow server or store, instead of the one the outbox remembers.")
+@click.option(
+    "--tracking-uri", type=GIVEN, help="MLflow server or store, instead of the one the outbox remembers."
+)
 def command(folder: Path, tracking_uri: str | None) -> None:
     """Send what waits in an outbox: each window once, however often this runs.
 

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import open_target
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.inert_text import visible
@@ -14,8 +15,8 @@ from tlk_tracking.records import Availability
 
 
 @click.command("validate")
-@click.argument("target")
-@click.option("--tracking-uri", help="MLflow server or store for runs:/ targets.")
+@click.argument("target", type=GIVEN)
+@click.option("--tracking-uri", type=GIVEN, help="MLflow server or store for runs:/ targets.")
 def command(target: str, tracking_uri: str | None) -> None:
     """Check every file of TARGET against its manifest; exit 1 when something is wrong."""
     try:
