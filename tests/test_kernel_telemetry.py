@@ -229,7 +229,7 @@ def test_a_fit_that_ends_before_a_recorded_step_has_no_window_and_says_so(
     telemetry = Telemetry(tmp_path / "outbox", warmup=2)
     fit(tmp_path, [telemetry], steps=steps)
     assert telemetry.facts() == []
-    assert "there is no window, as the one from step 4 on has no step" in caplog.text
+    assert f"the window due at step 4 has no step, as the fit ended before step {steps}" in caplog.text
     assert nothing_is_on()
 
 

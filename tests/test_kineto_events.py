@@ -311,7 +311,8 @@ def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
     [
         b"", b" ", b"{}", b"null", b"7", b'"x"', b'{"traceEvents": {}}', b'{"traceEvents": 7}', b'{"events": []}',
         b"\x1f\x8b", b"\x1f\x8bgarbage", b"\xff\xfe{}", b"PK\x03\x04", b"[" * 200_000,
-        b'{"traceEvents":' + b"[" * 200_000,
+        b'{"traceEvents":' + b"[" * 200_000, b"[1, 2, 3]", b'[{"id": 1}]', b'["a", null]', b'{"traceEvents": [7]}',
+        b'[{"id": {"ph": "X"}}]', b'{"traceEvents": [{"name": "no phase"}]}',
     ],
     ids=lambda body: repr(body[:20]),
 )  # fmt: skip

@@ -171,9 +171,9 @@ class FitRecorder:
         """Note that the fit is over before `step`: an open step is none, an open window ends with what it has."""
         if self._recorder is not None and not self._recorder.has_complete_step:
             _log.warning(
-                "the fit ended before step %d; there is no window, as the one from step %d on has no step",
-                step,
+                "the window due at step %d has no step, as the fit ended before step %d; it is left out",
                 self._recorder.plan.first_step,
+                step,
             )
             self._drop()
         elif self._recorder is not None:

@@ -156,6 +156,8 @@ class TraceBlocks:
                 raws = trace.events
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{self.path.name} is not a Chrome trace: {error}") from error
+        if raws and not any(map(_has_phase, raws)):
+            raise TraceError(f"{self.path.name} is not a Chrome trace: none of its elements is an event, with a ph")
         for begin in range(0, len(raws), _EVENTS_AT_ONCE):
             yield self._decode_each(raws[begin : begin + _EVENTS_AT_ONCE])
 
@@ -188,6 +190,22 @@ _EVENT = msgspec.json.Decoder(TraceEvent)
 # Kineto has written bare inf and nan (kineto#105), which strict JSON refuses. Only as the value of a key: a
 # kernel's name may hold `::nan`.
 _NOT_FINITE = re.compile(rb'(?<!\\)(":\s*)-?(?:inf|Infinity|nan|NaN)(?=\s*[,}])')
+
+
+class _Phased(msgspec.Struct):
+    ph: msgspec.Raw
+
+
+_PHASED = msgspec.json.Decoder(_Phased)
+
+
+def _has_phase(raw: msgspec.Raw) -> bool:
+    """Tell whether this is an event at all: readable or not, it says of what kind it is."""
+    try:
+        _PHASED.decode(_NOT_FINITE.sub(rb"\1null", bytes(raw)))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _decode_strict(body: bytes, kind: Any) -> Any:  # msgspec's decode is typed by its argument
