@@ -157,7 +157,9 @@ class TraceBlocks:
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"{self.path.name} is not a Chrome trace: {error}") from error
         if raws and not any(map(_has_phase, raws)):
-            raise TraceError(f"{self.path.name} is not a Chrome trace: none of its elements is an event, with a ph")
+            raise TraceError(
+                f"{self.path.name} is not a Chrome trace: none of its elements is an event, with a ph"
+            )
         for begin in range(0, len(raws), _EVENTS_AT_ONCE):
             yield self._decode_each(raws[begin : begin + _EVENTS_AT_ONCE])
 
