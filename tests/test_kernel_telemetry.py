@@ -233,6 +233,17 @@ def test_a_fit_that_ends_before_a_recorded_step_has_no_window_and_says_so(
     assert nothing_is_on()
 
 
+def test_a_window_that_its_outbox_cannot_take_is_one_warning_that_names_the_outbox(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a file").touch()
+    fit(tmp_path, [Telemetry(tmp_path / "a file")], steps=6)
+    lost = [record.getMessage() for record in caplog.records if "is lost" in record.getMessage()]
+    assert len(lost) == 1
+    assert lost[0].startswith(f"a window is lost, outbox {tmp_path / 'a file'}: ")
+    assert nothing_is_on()
+
+
 def test_a_fit_that_ends_in_a_window_leaves_a_partial_one(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path / "outbox", active=4)
     fit(tmp_path, [telemetry], steps=5)

@@ -293,7 +293,7 @@ class FitRecorder:
                 self._outbox.discard_window(folder)
                 raise
         except (TlkError, OSError) as error:
-            _log.warning("a window is lost: %s", error)
+            _log.warning("a window is lost, outbox %s: %s", self._outbox.root, error)
             return None
 
 
