@@ -177,7 +177,7 @@ def test_no_tensor_is_kept() -> None:
 
 
 def test_a_fault_of_ours_lets_the_call_through() -> None:
-    found = Marked(calls=CallMarkers(SESSION, locate=lambda node, thread: 1 / 0))  # type: ignore[arg-type,return-value]  # the fault
+    found = Marked(calls=CallMarkers(SESSION, locate=lambda node: 1 / 0))  # type: ignore[arg-type,return-value]  # the fault
     found.brackets.open(0, phase=Phase.FORWARD)
     try:
         assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))

@@ -31,9 +31,8 @@ from tlk_tracking.torch_private import (
     skip_in_dynamo,
 )
 
-# (module path, which call of that module) of the running call; it gets the autograd node that runs, or None, and the
-# thread's identifier.
-LocateModule = Callable[[Any, int], tuple[str | None, int | None]]
+# (module path, which call of that module) of the running call; it gets the autograd node that runs, or None.
+LocateModule = Callable[[Any], tuple[str | None, int | None]]
 # (sequence, step, phase, operator, signature, thread, module path, module call): numbers point into CallRows.
 Row = tuple[int, int | None, int, int, int | None, int, str | None, int | None]
 
@@ -147,7 +146,7 @@ class CallMarkers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             thread = threading.get_ident()
             native = self._threads.get(thread) or self._threads.setdefault(thread, threading.get_native_id())
             phase = _BACKWARD if node is not None else self._phase if thread == self._owner else _OTHER
-            path, module_call = (None, None) if self._locate is None else self._locate(node, thread)
+            path, module_call = (None, None) if self._locate is None else self._locate(node)
             sequence = self._next_sequence()
             if sequence >= self.most_calls:
                 raise RecordingError(f"the window is full: it has {self.most_calls} ATen calls")

@@ -55,6 +55,13 @@ class _Call:
     edges: dict[_Label, list[_Node]] = field(default_factory=dict)
 
 
+class _Running(threading.local):
+    """The running calls of each thread, the innermost last; they go with it, whatever ends it."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
 class ModuleTracker:
     """The module calls of one window. Changes nothing: its hooks only look, and are on inside steps only.
 
@@ -77,7 +84,7 @@ class ModuleTracker:
             for parameter in module.parameters(recurse=False)
         }
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)  # of each thread, the innermost last
+        self._running = _Running()
         self._handles: list[Any] = []  # Any: torch has no public name for what it hands back
         self._unhide: Callable[[], None] = lambda: None
         self._compiling = CompileWatch(before=self._remove, after=self._install)
@@ -97,17 +104,17 @@ class ModuleTracker:
         self._compiling.end()
         self._remove()
         # An interrupt from the keyboard passes through a module without a word to its hooks.
-        calls = self._calls[threading.get_ident()]
+        calls = self._running.calls
         while calls:
             calls.pop().range.__exit__(None, None, None)
-        self._calls.clear()
+        self._running = _Running()
 
-    def locate(self, node: _Node, thread: int) -> tuple[str | None, int | None]:
+    def locate(self, node: _Node) -> tuple[str | None, int | None]:
         """Return path and number of the module call that is running in this thread, `node` being its autograd node.
 
         None is unknown: code outside modules, double backward, nodes made outside active steps.
         """
-        calls = self._calls[thread]
+        calls = self._running.calls
         if calls and calls[-1].node is node:
             return calls[-1].label[1]
         if node is None:
@@ -143,13 +150,13 @@ class ModuleTracker:
                 first=next_sequence_number(),
                 range=NamedRange(f"{self._prefix}{number}::{path}"),
             )
-            self._calls[threading.get_ident()].append(call)
+            self._running.calls.append(call)
             call.range.__enter__()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with our notes, the module has to run
             self._give_up(error)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls = self._calls[threading.get_ident()]
+        calls = self._running.calls
         if not calls or calls[-1].module is not module or torch.compiler.is_compiling():
             return  # its beginning was not seen
         try:
