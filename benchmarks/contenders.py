@@ -62,40 +62,27 @@ def tlk_save_load(trace: Path, work: Path) -> tuple[Callable[[], Any], Callable[
 
 def msgspec_typed(trace: Path, work: Path) -> tuple[Callable[[], Any], None]:
     """Decode the file into typed structs, as msgspec's documentation does it."""
-    import msgspec
-
-    class Args(msgspec.Struct):
-        external_id: int | None = msgspec.field(name="External id", default=None)
-        correlation: int | None = None
-        device: int | None = None
-        stream: int | None = None
-        bytes: int | None = None
-        grid: tuple[int, int, int] | None = None
-        block: tuple[int, int, int] | None = None
-
-    return _typed(Args, trace, {})
+    return _typed(trace)
 
 
 def msgspec_lean(trace: Path, work: Path) -> tuple[Callable[[], Any], None]:
     """The same with structs that the collector does not track, and with the collector off."""
-    import msgspec
-
-    class Args(msgspec.Struct, gc=False):
-        external_id: int | None = msgspec.field(name="External id", default=None)
-        correlation: int | None = None
-        device: int | None = None
-        stream: int | None = None
-        bytes: int | None = None
-        grid: tuple[int, int, int] | None = None
-        block: tuple[int, int, int] | None = None
-
     gc.disable()
-    return _typed(Args, trace, {"gc": False})
+    return _typed(trace, gc=False)
 
 
-def _typed(args: type, trace: Path, options: dict[str, bool]) -> tuple[Callable[[], Any], None]:
+def _typed(trace: Path, **options: bool) -> tuple[Callable[[], Any], None]:
     import msgspec
 
+    args = msgspec.defstruct(
+        "Args",
+        [
+            ("external_id", int | None, msgspec.field(name="External id", default=None)),
+            *((name, int | None, None) for name in ("correlation", "device", "stream", "bytes")),
+            *((name, tuple[int, int, int] | None, None) for name in ("grid", "block")),
+        ],
+        **options,
+    )
     event = msgspec.defstruct(
         "Event",
         [

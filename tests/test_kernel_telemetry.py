@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from tlk_tracking.callbacks import KernelTelemetry
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.records import GapReason, WindowSource
 from tlk_tracking.torch_private import dispatch_mode_stack, profiled_here, profiler_flag
-from tlk_tracking.window_recorder import WindowRecorder
 
 pytestmark = [
     # Lightning's advice on workers, logging intervals and devices.
@@ -658,19 +655,3 @@ def test_of_two_fits_in_two_threads_one_has_the_window(
     assert steps == [[[(3, COMPLETE), (4, COMPLETE)]], [[]]]
     assert caplog.text.count("another window of this process is open") == 1
     assert nothing_is_on()
-
-
-def test_nothing_of_a_window_is_alive_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-
-    class Noted(WindowRecorder):
-        def __init__(self, *arguments: Any, **keywords: Any) -> None:
-            super().__init__(*arguments, **keywords)
-            made.extend(map(weakref.ref, (self, self._calls, self._brackets, self._session)))
-
-    monkeypatch.setattr("tlk_tracking.fit_recorder.WindowRecorder", Noted)
-    telemetry = Telemetry(tmp_path / "outbox", every_n_steps=3, warmup=1, active=1, max_windows=20)
-    fit(tmp_path, [telemetry], steps=40)
-    assert len(telemetry.facts()) == 13
-    gc.collect()
-    assert (len(made), [ref() for ref in made if ref() is not None]) == (52, [])

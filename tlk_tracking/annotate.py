@@ -104,7 +104,7 @@ def import_trace(
     rank = rank if rank is not None else own_rank or 0
     steps = correlation.step_labels
     window = WindowFacts(
-        session=events.session or content_session([Path(trace)]),
+        session=events.session or content_session(Path(trace)),
         source=WindowSource.IMPORT,
         first_step=min(steps, default=0),
         warmup=0,

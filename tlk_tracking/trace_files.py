@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,20 +65,17 @@ def open_input(path: Path, *, max_bytes: int) -> Iterator[InputFile]:
         raise _unreadable(path, error) from error
 
 
-def content_session(paths: Iterable[Path]) -> str:
-    """Return the session of files without one: the same content in any order gives the same session.
+def content_session(path: Path) -> str:
+    """Return the session of a trace that names none: the same content gives the same session.
 
     Raises:
-        TraceError: a file cannot be read.
+        TraceError: the file cannot be read.
     """
-    digests = []
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError as error:
-            raise _unreadable(path, error) from error
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:8]
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:8]
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> TraceError:

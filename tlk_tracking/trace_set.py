@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,6 @@ from tlk_tracking.annotate import import_trace
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.errors import ConfigurationError, TraceError
 from tlk_tracking.records import CallSource
-from tlk_tracking.trace_files import content_session
 
 Progress = Callable[[int], None]
 
@@ -153,15 +153,13 @@ def _windows(imported: Sequence[ImportedTrace]) -> Iterator[list[ImportedTrace]]
 
 def _with_window_facts(window: Sequence[ImportedTrace]) -> Iterator[ImportedTrace]:
     """Give the ranks of one window what only all of them together say."""
-    unmarked = _unmarked(window) if len(window) > 1 else []
-    session = content_session(one.trace for one in unmarked)
-    unnamed = {one.place for one in unmarked}
+    session = _session_of_all(window)
     ranks = 1 + max(one.annotation.manifest.rank for one in window)
     for one in window:
         manifest = one.annotation.manifest
         manifest = msgspec.structs.replace(
             manifest,
-            session=session if one.place in unnamed else manifest.session,
+            session=session if manifest.call_source is CallSource.HOST_OPS else manifest.session,
             world_size=max(ranks, manifest.world_size),
             # The trace does not know the Trainer's step; its own puts several windows of a run in order.
             global_step=manifest.window.first_step,
@@ -169,6 +167,8 @@ def _with_window_facts(window: Sequence[ImportedTrace]) -> Iterator[ImportedTrac
         yield replace(one, annotation=replace(one.annotation, manifest=manifest))
 
 
-def _unmarked(window: Sequence[ImportedTrace]) -> list[ImportedTrace]:
-    """Return the traces whose session is that of their content, so they have no markers."""
-    return [one for one in window if one.annotation.manifest.session == content_session([one.trace])]
+def _session_of_all(window: Sequence[ImportedTrace]) -> str:
+    """Return one session for the traces without markers, each of which has one of its own content, in any order."""
+    manifests = [one.annotation.manifest for one in window]
+    own = sorted(manifest.session for manifest in manifests if manifest.call_source is CallSource.HOST_OPS)
+    return own[0] if len(own) == 1 else hashlib.sha256("".join(own).encode()).hexdigest()[:8]
