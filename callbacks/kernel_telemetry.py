@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.fit_recorder import FitFacts, FitRecorder
 from tlk_tracking.fused_kernels import FusedKernels

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.environment import describe_environment
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.mlflow_store import current_tracking_uri

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from tlk_tracking import compare_runs, load_annotation, log_annotation
 from tlk_tracking.comparison_report import render_comparison
 from tlk_tracking.key_text import show_key
-from tlk_tracking.number_text import show_number
+from tlk_tracking.text import show_number
 
 TRACKING_URI = "sqlite:///mlflow.db"
 DATA = Path(__file__).parent / "data"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import Outbox, RawWindow
 from tlk_tracking.records import StepOutcome, WindowFacts
 from tlk_tracking.window_worker import WindowWorker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import Outbox, RawWindow
 from tlk_tracking.records import Gap, StepBracket, StepOutcome, WindowFacts, WindowSource
 

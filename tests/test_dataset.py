@@ -17,7 +17,8 @@ import pytest
 from tlk_tracking import KernelAnnotation, import_trace, load_annotation, log_annotation
 from tlk_tracking.dataset import collect_runs, find_annotations, open_dataset, open_manifests, open_with_dask
 from tlk_tracking.errors import AnnotationError
-from tlk_tracking.manifest import MANIFEST_FILE, decode_manifest, encode_manifest
+from tlk_tracking.places import MANIFEST_FILE
+from tlk_tracking.manifest import decode_manifest, encode_manifest
 from tlk_tracking.tables import LAUNCHES_FILE
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "count_kernels.py"

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from outboxes import seal, window_facts
 
 from tlk_tracking.cli import tlk
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.doctor import diagnose
 from tlk_tracking.doctor_lines import (
     PROBE_KERNELS,

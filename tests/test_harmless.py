@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlk_tracking import window_carriers
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import GapReason
 from tlk_tracking.window_worker import WindowWorker

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tlk_tracking.annotate import annotate
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import Bound
 from tlk_tracking.summary import metrics

@@ -10,7 +10,7 @@ import pytest
 from outboxes import environment_with_tests, seal, small_annotation, visible_files, window_facts
 
 from tlk_tracking.annotation import load_annotation
-from tlk_tracking.destinations import Destination, absolute_tracking_uri, without_credentials
+from tlk_tracking.tracking_uri import Destination, absolute_tracking_uri, without_credentials
 from tlk_tracking.errors import TrackingError
 from tlk_tracking.outbox import TRACE_FILE, Outbox
 
@@ -249,7 +249,7 @@ import json, os, shutil, signal, sys
 from pathlib import Path
 from outboxes import seal, small_annotation, visible_files, window_facts
 from tlk_tracking.annotation import load_annotation
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import TRACE_FILE, Outbox
 
 TO = Destination(run_id="r", tracking_uri="http://tracking.test")

@@ -16,7 +16,7 @@ from tlk_tracking.errors import ComparisonError, TrackingError
 from tlk_tracking.intervals import Verdict
 from tlk_tracking.mlflow_tracking import log_annotation
 from tlk_tracking.records import GapReason
-from tlk_tracking.run_history import HISTORY_COLUMNS, kernel_history
+from tlk_tracking.across_runs import HISTORY_COLUMNS, kernel_history
 from tlk_tracking.step_tables import TableName
 
 

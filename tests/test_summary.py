@@ -15,7 +15,7 @@ from synthetic_trace import BACKWARD, WINDOW, SyntheticTrace, one_step, ops_json
 
 from tlk_tracking.annotate import annotate, import_trace
 from tlk_tracking.annotation import KernelAnnotation, summary_table
-from tlk_tracking.inert_text import csv_cell, short_kernel, visible
+from tlk_tracking.text import csv_cell, short_kernel, visible
 from tlk_tracking.launch_summary import encode_summary
 from tlk_tracking.records import Phase, StepBracket, StepOutcome
 from tlk_tracking.summary import METRIC_GAPS, facts, launch_summary, metrics

@@ -16,10 +16,10 @@ from soak_figures import tell
 
 from tlk_tracking.cli import tlk
 from tlk_tracking.delivery import send, settle
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.mlflow_tracking import load_run
 from tlk_tracking.outbox import TRACE_FILE, Outbox
-from tlk_tracking.request_limits import request_limits
+from tlk_tracking.tracking_uri import request_limits
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ from pathlib import Path
 import mlflow
 from outboxes import seal, window_facts
 from tlk_tracking.delivery import send, settle
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import DeliveryState, Outbox
 
 root, run_id, tracking_uri, kills = json.loads(sys.argv[1])

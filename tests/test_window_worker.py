@@ -23,8 +23,8 @@ from outboxes import environment_with_tests, seal, visible_files, window_facts
 from tlk_tracking import window_carriers
 from tlk_tracking.annotation import MODULES_FILE, REPORT_FILE, SUMMARY_FILE, TABLE_FILES, load_annotation
 from tlk_tracking.delivery import send, settle
-from tlk_tracking.destinations import Destination
-from tlk_tracking.manifest import MANIFEST_FILE
+from tlk_tracking.tracking_uri import Destination
+from tlk_tracking.places import MANIFEST_FILE
 from tlk_tracking.mlflow_tracking import get_ready, load_run
 from tlk_tracking.outbox import TRACE_FILE, Delivery, DeliveryState, Outbox, RawWindow
 from tlk_tracking.window_worker import WindowWorker
@@ -474,7 +474,7 @@ _KILLED_TRAINING = """
 import json, os, signal, sys
 from pathlib import Path
 from outboxes import seal, window_facts
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.outbox import Outbox
 from tlk_tracking.window_worker import WindowWorker
 

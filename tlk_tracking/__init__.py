@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tlk_tracking.annotate import import_trace
     from tlk_tracking.annotation import KernelAnnotation, load_annotation
-    from tlk_tracking.comparison import compare_annotations, compare_runs
+    from tlk_tracking.comparison import compare_annotations
     from tlk_tracking.errors import TlkError
     from tlk_tracking.mlflow_tracking import load_run, log_annotation
     from tlk_tracking.recording import record_kernels
     from tlk_tracking.records import AtenCall, Bound, KernelLaunch
-    from tlk_tracking.run_history import kernel_history
+    from tlk_tracking.across_runs import compare_runs, kernel_history
 
 __version__ = "0.1.0"
 
@@ -43,9 +43,9 @@ _HOME = {
     "KernelLaunch": "records",
     "TlkError": "errors",
     "compare_annotations": "comparison",
-    "compare_runs": "comparison",
+    "compare_runs": "across_runs",
     "import_trace": "annotate",
-    "kernel_history": "run_history",
+    "kernel_history": "across_runs",
     "load_annotation": "annotation",
     "load_run": "mlflow_tracking",
     "log_annotation": "mlflow_tracking",

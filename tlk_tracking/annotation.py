@@ -19,9 +19,11 @@ import pyarrow as pa
 from tlk_tracking.annotation_checks import check_lengths, check_tables
 from tlk_tracking.errors import AnnotationError
 from tlk_tracking.launch_summary import encode_summary, summarize_launches
-from tlk_tracking.manifest import MANIFEST_FILE, FileRow, Manifest, decode_manifest, encode_manifest
+from tlk_tracking.places import MANIFEST_FILE
+from tlk_tracking.manifest import FileRow, Manifest, decode_manifest, encode_manifest
 from tlk_tracking.module_summary import summarize_modules
-from tlk_tracking.number_text import SIGNS
+from tlk_tracking.text import SIGNS
+from tlk_tracking.places import window_folder
 from tlk_tracking.records import (
     AtenCall,
     AttributionStatus,
@@ -31,7 +33,6 @@ from tlk_tracking.records import (
     Phase,
     StepOutcome,
     TensorInput,
-    window_folder,
 )
 from tlk_tracking.table_files import (
     MAX_FILE_BYTES,

@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 
 from tlk_tracking.correlation import LAUNCH_GAPS
 from tlk_tracking.errors import AnnotationError
-from tlk_tracking.manifest import MANIFEST_FILE, Manifest, Number
+from tlk_tracking.places import MANIFEST_FILE
+from tlk_tracking.manifest import Manifest, Number
 from tlk_tracking.records import (
     AttributionStatus,
     Availability,

@@ -19,7 +19,6 @@ from tlk_tracking.context import (
     why_times_cannot_be_compared,
 )
 from tlk_tracking.errors import ComparisonError
-from tlk_tracking.mlflow_tracking import load_run
 from tlk_tracking.records import Availability
 from tlk_tracking.step_counts import count_steps, known_call_keys
 from tlk_tracking.step_tables import StepTables, pool
@@ -119,44 +118,6 @@ def compare_annotations(
         context=context,
         rows=tuple(rows),
         thresholds=chosen,
-    )
-
-
-def compare_runs(
-    baseline_run: str,
-    *runs: str,
-    tracking_uri: str | None = None,
-    windows: Sequence[int] | None = None,
-    ranks: Sequence[int] | Literal["all"] = (0,),
-    thresholds: Thresholds | None = None,
-    across_devices: bool = False,
-) -> Comparison:
-    """Compare the kernel telemetry of MLflow runs, of whatever experiments, with that of a baseline run.
-
-    Args:
-        baseline_run: id of the run that the others are compared with.
-        runs: ids of one or several runs.
-        tracking_uri: where the runs are; None is MLflow's own choice.
-        windows: first steps of the windows to pool; None pools all of a run.
-        ranks: ranks to pool, or "all" that sent an annotation; rank 0 alone unless more are asked for.
-        thresholds: what a change of time must be; None takes the defaults.
-        across_devices: judge times of different GPU models too.
-
-    Raises:
-        TrackingError: a run cannot be read or has no annotation.
-        ComparisonError: a run has no annotation of the windows and ranks that were chosen.
-    """
-    sides = [
-        choose_annotations(
-            load_run(run, tracking_uri).annotations, windows=windows, ranks=ranks, of=f"run {run}"
-        )
-        for run in (baseline_run, *runs)
-    ]
-    return compare_annotations(
-        *sides,
-        thresholds=thresholds,
-        across_devices=across_devices,
-        labels=distinct_labels((baseline_run, *runs)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlk_tracking.comparison import Comparison
 from tlk_tracking.comparison_rows import Row
-from tlk_tracking.inert_text import csv_cell
+from tlk_tracking.text import csv_cell
 from tlk_tracking.step_tables import decode_key
 
 

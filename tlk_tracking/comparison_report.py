@@ -8,9 +8,9 @@ from tlk_tracking.charts import PairOfBars, Span, draw_pairs, draw_spans
 from tlk_tracking.comparison import Comparison, Side
 from tlk_tracking.comparison_rows import CHANGES, Row
 from tlk_tracking.comparison_text import TITLES, show_change, show_fact, show_side, why_undecided
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.key_text import show_key
-from tlk_tracking.number_text import plural, show_number
+from tlk_tracking.text import plural, show_number
 from tlk_tracking.report_page import (
     Card,
     Cell,

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from tlk_tracking.comparison import Side
 from tlk_tracking.comparison_rows import CHANGES, Row
 from tlk_tracking.context import Fact
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.intervals import Verdict
-from tlk_tracking.number_text import plural
+from tlk_tracking.text import plural
 from tlk_tracking.step_tables import TableName
 
 TITLES = {

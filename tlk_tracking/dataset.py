@@ -9,9 +9,8 @@ are: `load_annotation` is what checks them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ import pyarrow.fs as fs
 
 from tlk_tracking.annotation import MAX_MANIFEST_BYTES
 from tlk_tracking.errors import AnnotationError
-from tlk_tracking.manifest import MANIFEST_FILE, decode_manifest
+from tlk_tracking.folders import MANIFEST_FILE
+from tlk_tracking.manifest import decode_manifest
 from tlk_tracking.mlflow_tracking import load_run
-from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.folders import ARTIFACT_ROOT, WindowPlace, find_annotation_folders, read_place
 from tlk_tracking.records import StepOutcome
 from tlk_tracking.table_files import read_plain
 from tlk_tracking.tables import (
@@ -49,56 +49,42 @@ PARTITION = pa.schema(
         pa.field("rank", pa.int64()),
     ]
 )
-_PLACE = re.compile(r"window_(\d{6,19})_([0-9a-f]{8})/rank_(\d{1,9})")
 _BETWEEN = (ARTIFACT_ROOT, "artifacts")  # between a run's folder and its windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AnnotationFolder:
     """Where one annotation lies and whose it is."""
 
     folder: Path
     run: str
-    first_step: int
-    session: str
-    rank: int
+    window: WindowPlace
 
     @property
     def partition(self) -> dict[str, str | int]:
         """What the rows of its tables get beside their own columns."""
-        return {
-            "run": self.run, "first_step": self.first_step, "session": self.session, "rank": self.rank,
-        }  # fmt: skip
+        return {"run": self.run, **asdict(self.window)}
 
 
-def find_annotations(root: Path | str) -> tuple[Place, ...]:
+def find_annotations(root: Path | str) -> tuple[AnnotationFolder, ...]:
     """Return where the whole annotations below a folder are, by run, window and rank.
 
     Raises:
         AnnotationError: there is none.
     """
-    places = []
-    for manifest in Path(root).glob(f"**/window_*/rank_*/{MANIFEST_FILE}"):
-        folder = manifest.parent
-        named = _PLACE.fullmatch(f"{folder.parent.name}/{folder.name}")
-        if named is not None:
+    found = []
+    for folder in find_annotation_folders(Path(root)):
+        window = read_place(folder)
+        if window is not None:
             run = folder.parent.parent
             while run.name in _BETWEEN:
                 run = run.parent
-            places.append(
-                Place(
-                    folder=folder,
-                    run=run.name,
-                    first_step=int(named[1]),
-                    session=named[2],
-                    rank=int(named[3]),
-                )
-            )
-    if not places:
+            found.append(AnnotationFolder(folder=folder, run=run.name, window=window))
+    if not found:
         raise AnnotationError(
             f"{root} holds no window_*/rank_*/{MANIFEST_FILE}; collect_runs puts some there"
         )
-    return tuple(sorted(places, key=lambda each: (each.run, each.first_step, each.session, each.rank)))
+    return tuple(sorted(found, key=lambda each: (each.run, each.window)))
 
 
 def open_dataset(root: Path | str, table: str = "kernel_launches") -> ds.Dataset:
@@ -116,11 +102,11 @@ def open_manifests(root: Path | str) -> pa.Table:
     Raises AnnotationError when there is none, or a manifest is damaged.
     """
     rows = []
-    for place in find_annotations(root):
-        manifest = decode_manifest(read_plain(place.folder, MANIFEST_FILE, limit=MAX_MANIFEST_BYTES))
+    for each in find_annotations(root):
+        manifest = decode_manifest(read_plain(each.folder, MANIFEST_FILE, limit=MAX_MANIFEST_BYTES))
         complete = [row.step for row in manifest.window.steps if row.outcome is StepOutcome.COMPLETE]
         rows.append(
-            place.partition
+            each.partition
             | {
                 "world_size": manifest.world_size,
                 "availability": manifest.availability.value,
@@ -145,14 +131,14 @@ def open_with_dask(
     """
     import dask.dataframe
 
-    places = find_annotations(root)
+    folders = find_annotations(root)
     groups = [
-        places[start : start + annotations_per_partition]
-        for start in range(0, len(places), annotations_per_partition)
+        folders[start : start + annotations_per_partition]
+        for start in range(0, len(folders), annotations_per_partition)
     ]
     from_map: Any = dask.dataframe.from_map  # untyped
     chosen = None if columns is None else list(columns)
-    empty = _read(places[:1], table=table, columns=chosen).iloc[:0]
+    empty = _read(folders[:1], table=table, columns=chosen).iloc[:0]
     return from_map(_read, groups, table=table, columns=chosen, meta=empty)
 
 
@@ -183,16 +169,16 @@ _MANIFESTS = pa.schema(
 )
 
 
-def _dataset(places: Sequence[Place], table: str) -> ds.Dataset:
+def _dataset(folders: Sequence[AnnotationFolder], table: str) -> ds.Dataset:
     if table not in TABLES:
         raise AnnotationError(f"there is no table {table!r}; there are {', '.join(TABLES)}")
     name, schema = TABLES[table]
     form, local = ds.ParquetFileFormat(), fs.LocalFileSystem()
     fragments = []
-    for place in places:
-        own = [ds.field(field) == value for field, value in place.partition.items()]
+    for each in folders:
+        own = [ds.field(field) == value for field, value in each.partition.items()]
         is_own = own[0] & own[1] & own[2] & own[3]
-        fragments.append(form.make_fragment(str(place.folder / name), local, partition_expression=is_own))
+        fragments.append(form.make_fragment(str(each.folder / name), local, partition_expression=is_own))
     fields = [field.with_type(_plain(field.type)).with_nullable(True) for field in schema]
     return ds.FileSystemDataset(fragments, pa.schema([*fields, *PARTITION]), form, local)
 
@@ -202,13 +188,13 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_dictionary(kind) else kind
 
 
-def _read(places: Sequence[Place], *, table: str, columns: list[str] | None) -> pd.DataFrame:
+def _read(folders: Sequence[AnnotationFolder], *, table: str, columns: list[str] | None) -> pd.DataFrame:
     """Return the rows of some annotations; unknown numbers are NA, so that all parts have the same types."""
     nullable = {
         pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype(), pa.float64(): pd.Float64Dtype(),
         pa.string(): pd.StringDtype("pyarrow"),
     }  # fmt: skip
     frame: pd.DataFrame = (
-        _dataset(places, table).to_table(columns=columns).to_pandas(types_mapper=nullable.get)
+        _dataset(folders, table).to_table(columns=columns).to_pandas(types_mapper=nullable.get)
     )
     return frame

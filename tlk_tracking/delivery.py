@@ -7,15 +7,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from tlk_tracking.annotate import annotate
-from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.destinations import Address
+from tlk_tracking.annotation import KernelAnnotation, load_annotation
+from tlk_tracking.tracking_uri import Address
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.fused_notes import decode_window_notes
-from tlk_tracking.mlflow_tracking import add_report, send_annotation
+from tlk_tracking.mlflow_store import open_store
+from tlk_tracking.mlflow_tracking import send_annotation
 from tlk_tracking.outbox import Delivery, DeliveryState, Entry, Outbox, RawWindow
 
 
@@ -43,11 +47,12 @@ def send(outbox: Outbox, entry: Entry, tracking_uri: str | None = None) -> Deliv
     with outbox.claim(entry) as mine:
         if mine:
             try:
-                add_report(entry.annotation_folder)
+                annotation = load_annotation(entry.annotation_folder)
+                _add_report(annotation, entry.annotation_folder)
                 address = entry.address()
                 if address.run_id is None:
                     raise TrackingError("it belongs to no MLflow run; `log_annotation` sends it to one")
-                _send(outbox, entry, address, tracking_uri)
+                _send(outbox, entry, annotation, address=address, tracking_uri=tracking_uri)
                 outbox.remove(entry)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others go on
                 return _waiting(entry, DeliveryState.SAVED, error)
@@ -56,6 +61,18 @@ def send(outbox: Outbox, entry: Entry, tracking_uri: str | None = None) -> Deliv
         else:
             return Delivery(name=entry.name, state=DeliveryState.GONE)
     return Delivery(name=entry.name, state=DeliveryState.SENT)
+
+
+def get_ready(tracking_uri: str) -> None:
+    """Import what sending needs and open the store, so that the first annotation does not wait for seconds.
+
+    Nothing is asked of a server. Says nothing of what is wrong: each annotation that is sent does.
+    """
+    with suppress(Exception):  # stores fail in ways of their own
+        open_store(tracking_uri)
+    with suppress(ImportError):
+        for name in ("matplotlib.figure", "tlk_tracking.report"):
+            import_module(name)
 
 
 class DeliveryLoop:
@@ -144,9 +161,18 @@ def _annotate(window: RawWindow) -> KernelAnnotation:
     )
 
 
-def _send(outbox: Outbox, entry: Entry, address: Address, tracking_uri: str | None) -> None:
+def _add_report(annotation: KernelAnnotation, folder: Path) -> None:
+    from tlk_tracking.report import add_report  # late: annotating goes on while matplotlib loads
+
+    add_report(annotation, folder)
+
+
+def _send(
+    outbox: Outbox, entry: Entry, annotation: KernelAnnotation, *, address: Address, tracking_uri: str | None
+) -> None:
     try:
         send_annotation(
+            annotation,
             entry.annotation_folder,
             address.run_id or "",
             tracking_uri=tracking_uri or address.tracking_uri,

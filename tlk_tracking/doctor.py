@@ -16,7 +16,7 @@ from textwrap import shorten
 
 import msgspec
 
-from tlk_tracking.destinations import without_credentials
+from tlk_tracking.tracking_uri import without_credentials
 from tlk_tracking.doctor_lines import (
     Hardware,
     Line,
@@ -34,9 +34,9 @@ from tlk_tracking.doctor_lines import (
     tools_line,
     torch_line,
 )
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.records import Availability
-from tlk_tracking.request_limits import request_limits
+from tlk_tracking.tracking_uri import request_limits
 
 PROBE_DEADLINE_S = 120.0
 _CUPTI_ERROR = re.compile(r"CUPTI_ERROR_\w+")

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from tlk_tracking.errors import TlkError
-from tlk_tracking.inert_text import visible
-from tlk_tracking.number_text import plural
+from tlk_tracking.text import visible
+from tlk_tracking.text import plural
 from tlk_tracking.outbox import Outbox
 from tlk_tracking.records import Availability, Environment
 

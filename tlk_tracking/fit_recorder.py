@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlk_tracking.destinations import Destination
+from tlk_tracking.tracking_uri import Destination
 from tlk_tracking.errors import RecordingError, TlkError
 from tlk_tracking.fused_kernels import FusedKernels
 from tlk_tracking.fused_notes import encode_window_notes

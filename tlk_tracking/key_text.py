@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlk_tracking.inert_text import short_kernel, visible
+from tlk_tracking.text import short_kernel, visible
 from tlk_tracking.step_tables import TableName, decode_key
 
 _SHORT_DTYPES = {

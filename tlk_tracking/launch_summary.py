@@ -11,7 +11,7 @@ import pyarrow.acero  # group_by loads it, better now than in the middle of a sa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from tlk_tracking.inert_text import csv_cell
+from tlk_tracking.text import csv_cell
 from tlk_tracking.records import GapReason
 from tlk_tracking.totals import LOSES_ATTRIBUTION, LOSES_TIME, relations_of_calls
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tlk_tracking.errors import AnnotationError
+from tlk_tracking.places import MANIFEST_FILE
 from tlk_tracking.records import (
     Availability,
     Bound,
@@ -21,7 +22,6 @@ from tlk_tracking.records import (
 
 SCHEMA = "tlk_tracking.kernel_annotation"
 SCHEMA_VERSION = 1
-MANIFEST_FILE = "annotation.json"
 NOTES = frozenset(
     {
         "empty_transfers", "launching_calls", "renumbered_steps",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tlk_tracking.errors import TlkError, TrackingError
 from tlk_tracking.run_artifacts import RunArtifacts
 from tlk_tracking.run_record import RunRecord
+from tlk_tracking.tracking_uri import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,9 +31,8 @@ def open_store(tracking_uri: str | None) -> MlflowClient:
     import mlflow
 
     uri = tracking_uri if tracking_uri is not None else mlflow.get_tracking_uri()
-    path = uri.removeprefix("sqlite:///").partition("?")[0]
-    is_file = uri.startswith("sqlite:///") and path not in ("", ":memory:") and not path.startswith("file:")
-    if is_file and not Path(path).exists():  # MLflow would make an empty store there
+    path = database_file(uri)
+    if path is not None and not path.exists():  # MLflow would make an empty store there
         raise TrackingError(f"there is no MLflow store {path}; give the run's own tracking URI")
     return _new_client(uri)
 
@@ -132,8 +132,8 @@ def try_store(tracking_uri: str | None = None, *, write: bool) -> str:
     import mlflow
 
     uri = tracking_uri or mlflow.get_tracking_uri()
-    path = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and not path.exists():
+    path = database_file(uri)
+    if path is not None and not path.exists():
         if not os.access(path.absolute().parent, os.W_OK):
             raise TrackingError(f"{path.parent} cannot be written")
         return "no store yet; the first run makes it"

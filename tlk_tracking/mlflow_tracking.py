@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib import import_module
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from tlk_tracking.annotation import REPORT_FILE, KernelAnnotation, load_annotation
+from tlk_tracking.annotation import KernelAnnotation, load_annotation
 from tlk_tracking.errors import TrackingError
 from tlk_tracking.mlflow_store import (
     artifacts_of,
@@ -22,8 +19,8 @@ from tlk_tracking.mlflow_store import (
     open_store,
     short_id,
 )
-from tlk_tracking.number_text import plural
-from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.text import plural
+from tlk_tracking.places import ARTIFACT_ROOT
 from tlk_tracking.run_artifacts import files_to_send
 from tlk_tracking.run_record import METRIC_PREFIX, SCHEMA_VERSION_TAG, TAG_PREFIX, record_of
 from tlk_tracking.run_telemetry import RunSummary, RunTelemetry, RunWindow
@@ -43,39 +40,23 @@ def log_annotation(
         AnnotationError: the folder is not a valid annotation.
         TrackingError: the run does not exist or cannot be written.
     """
+    from tlk_tracking.report import add_report  # matplotlib takes a second
+
     timestamp_ms = time.time_ns() // 1_000_000
     if isinstance(annotation, KernelAnnotation):
         with tempfile.TemporaryDirectory(prefix="tlk_") as parent:
             folder = Path(parent, "annotation")
             annotation.save(folder)
-            add_report(folder)
-            send_annotation(folder, run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
+            add_report(annotation, folder)
+            send_annotation(annotation, folder, run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
     else:
-        send_annotation(Path(annotation), run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
-
-
-def add_report(folder: Path) -> None:
-    """Put the report of the annotation in `folder` beside it, for the MLflow UI to show, unless it has one.
-
-    Raises AnnotationError when the annotation is damaged.
-    """
-    report = folder / REPORT_FILE
-    if os.path.lexists(report):
-        return
-    from tlk_tracking.report import render_report
-
-    annotation = load_annotation(folder)
-    try:
-        page = render_report(annotation)
-    except Exception:  # an annotation is not lost for want of its picture, which can be drawn again
-        logging.getLogger(__name__).warning("no report of %s", annotation.folder_name, exc_info=True)
-    else:
-        partial = folder / f".{REPORT_FILE}.partial"
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(report)  # half a report is never sent
+        folder = Path(annotation)
+        found = load_annotation(folder)
+        send_annotation(found, folder, run_id, tracking_uri=tracking_uri, timestamp_ms=timestamp_ms)
 
 
 def send_annotation(
+    annotation: KernelAnnotation,
     folder: Path,
     run_id: str,
     *,
@@ -83,12 +64,11 @@ def send_annotation(
     timestamp_ms: int,
     tag_turn: AbstractContextManager[None] | None = None,
 ) -> None:
-    """Send the annotation in `folder`; the same `timestamp_ms` again writes the same again, once.
+    """Send an annotation, whose files are in `folder`; the same `timestamp_ms` again writes the same again, once.
 
     `tag_turn` is held while the run's tags are read and rewritten, so that two senders of one run keep them
     monotone. Raises as `log_annotation`.
     """
-    annotation = load_annotation(folder)
     files = files_to_send(folder)
     with as_tracking_errors(run_id, tracking_uri):
         client = open_store(tracking_uri)
@@ -172,18 +152,6 @@ def search_runs(experiment: str, tracking_uri: str | None = None) -> tuple[RunSu
             )
             token = page.token or ""
     return tuple(runs)
-
-
-def get_ready(tracking_uri: str) -> None:
-    """Import what sending needs and open the store, so that the first annotation does not wait for seconds.
-
-    Nothing is asked of a server. Says nothing of what is wrong: each annotation that is sent does.
-    """
-    with suppress(Exception):  # stores fail in ways of their own
-        open_store(tracking_uri)
-    with suppress(ImportError):
-        for name in ("matplotlib.figure", "tlk_tracking.report"):
-            import_module(name)
 
 
 def _why_nothing(run_id: str, incomplete: list[str]) -> str:

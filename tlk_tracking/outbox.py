@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tlk_tracking.destinations import Address, Destination, address_of
+from tlk_tracking.tracking_uri import Address, Destination, address_of
 from tlk_tracking.durable_files import (
     is_abandoned,
     make_locked,
@@ -34,9 +34,9 @@ from tlk_tracking.durable_files import (
     wait_for_lock,
 )
 from tlk_tracking.errors import TrackingError
-from tlk_tracking.records import WindowFacts, window_folder
+from tlk_tracking.places import ARTIFACT_ROOT, window_folder
+from tlk_tracking.records import WindowFacts
 
-ARTIFACT_ROOT = "kernel_telemetry"
 TRACE_FILE = "trace.json"
 CALLS_FILE = "calls.parquet"
 GRAPHS_FILE = "graphs.json"

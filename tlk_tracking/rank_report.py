@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from tlk_tracking.charts import Bar, draw_bars
-from tlk_tracking.inert_text import visible
-from tlk_tracking.number_text import show_number
+from tlk_tracking.text import visible
+from tlk_tracking.text import show_number
 from tlk_tracking.rank_parts import Communication, RankPart
 from tlk_tracking.rank_summary import RankSummary, say_missing, say_slowest
 from tlk_tracking.records import Bound

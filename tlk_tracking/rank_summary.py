@@ -14,7 +14,8 @@ from tlk_tracking.intervals import weakest
 from tlk_tracking.manifest import Manifest
 from tlk_tracking.rank_parts import RankPart, is_communication, part_rank
 from tlk_tracking.ranks import missing_ranks
-from tlk_tracking.records import Bound, WindowSource, window_folder
+from tlk_tracking.places import window_folder
+from tlk_tracking.records import Bound, WindowSource
 
 MEASURES = ("launches", "device_time_ms")
 TABLES = ("total", "phase", "operator", "kernel", "communication")

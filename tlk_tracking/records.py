@@ -220,8 +220,3 @@ class WindowFacts:
     global_step: int = 0
     gaps: tuple[Gap, ...] = ()
     environment: Environment = Environment()
-
-
-def window_folder(first_step: int, session: str, rank: int) -> str:
-    """Return the place of one annotation below `kernel_telemetry/`, with `/` between its parts."""
-    return f"window_{first_step:06d}_{session}/rank_{rank}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
-from tlk_tracking.annotation import KernelAnnotation, module_table
+from tlk_tracking.annotation import REPORT_FILE, KernelAnnotation, module_table
 from tlk_tracking.charts import Bar, draw_bars
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.key_text import show_call, show_key
 from tlk_tracking.module_summary import MODULE_MEASURES
-from tlk_tracking.number_text import SIGNS, show_number
+from tlk_tracking.text import SIGNS, show_number
 from tlk_tracking.rank_report import rank_section
 from tlk_tracking.rank_summary import RankSummary
 from tlk_tracking.records import Availability, Bound, CallSource, Phase
@@ -65,6 +68,21 @@ def render_report(annotation: KernelAnnotation, *, ranks: RankSummary | None = N
             ),
         )
     )
+
+
+def add_report(annotation: KernelAnnotation, folder: Path) -> None:
+    """Put the page of an annotation beside its files in `folder`, for the MLflow UI to show, unless it has one."""
+    report = folder / REPORT_FILE
+    if os.path.lexists(report):
+        return
+    try:
+        page = render_report(annotation)
+    except Exception:  # an annotation is not lost for want of its picture, which can be drawn again
+        logging.getLogger(__name__).warning("no report of %s", annotation.folder_name, exc_info=True)
+    else:
+        partial = folder / f".{REPORT_FILE}.partial"
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(report)  # half a report is never sent
 
 
 def _circumstances(annotation: KernelAnnotation) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from importlib import resources
 import jinja2
 
 from tlk_tracking import __version__
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.key_text import show_call, show_inputs
-from tlk_tracking.number_text import show_number
+from tlk_tracking.text import show_number
 from tlk_tracking.records import Bound
 from tlk_tracking.step_tables import TableName, decode_key
 

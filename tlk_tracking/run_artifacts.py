@@ -20,14 +20,12 @@ from tlk_tracking.annotation import (
     load_annotation,
 )
 from tlk_tracking.errors import AnnotationError, TrackingError
-from tlk_tracking.manifest import MANIFEST_FILE
-from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.places import MANIFEST_FILE
+from tlk_tracking.places import ARTIFACT_ROOT, is_rank_name, is_window_name
 from tlk_tracking.table_files import MAX_FILE_BYTES
 
 # As they are sent: what a person looks at, then the tables, and last the manifest that vouches for them.
 _IN_ORDER = (SUMMARY_FILE, MODULES_FILE, REPORT_FILE, *TABLE_FILES, *OPTIONAL_TABLE_FILES, MANIFEST_FILE)
-_WINDOW_NAME = re.compile(r"window_[0-9]{6,19}_[0-9a-f]{8}")
-_RANK_NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
 _NO_NAME = re.compile(r"[/\\\x00-\x1f\x7f-\x9f]")
 
 
@@ -64,9 +62,9 @@ class RunArtifacts:
     def places(self) -> Iterator[str]:
         """Yield `window_…/rank_…` of each annotation, whole or not; a hostile name is a TrackingError."""
         for window in self._names(ARTIFACT_ROOT, folders=True):
-            if _WINDOW_NAME.fullmatch(window):
+            if is_window_name(window):
                 for rank in self._names(f"{ARTIFACT_ROOT}/{window}", folders=True):
-                    if _RANK_NAME.fullmatch(rank):
+                    if is_rank_name(rank):
                         yield f"{window}/{rank}"
 
     def fetch(self, place: str) -> KernelAnnotation | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.outbox import ARTIFACT_ROOT
+from tlk_tracking.places import ARTIFACT_ROOT
 from tlk_tracking.ranks import missing_ranks
 from tlk_tracking.records import GapReason
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tlk_tracking.errors import ConfigurationError
 from tlk_tracking.intervals import Verdict
-from tlk_tracking.number_text import plural
+from tlk_tracking.text import plural
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ import numpy as np
 from tlk_tracking.annotation import KernelAnnotation
 from tlk_tracking.correlation import correlate
 from tlk_tracking.errors import TraceError
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.kineto_events import read_trace
 from tlk_tracking.records import CallSource
 

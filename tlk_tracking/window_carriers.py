@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tlk_tracking.outbox import Delivery, DeliveryState, Outbox
-from tlk_tracking.request_limits import request_limits
+from tlk_tracking.tracking_uri import is_in_memory, request_limits
 
 _Message = TypeVar("_Message")
 _PROGRAM = "tlk_tracking.window_worker"
@@ -66,7 +66,7 @@ def start_carrier(begin: Begin, *, answer: Callable[[Delivery], None], ended: Ca
         answer: called with each Delivery, on any thread.
         ended: called when a process has ended, by itself or not.
     """
-    if _is_in_memory(begin.tracking_uri):
+    if begin.tracking_uri is not None and is_in_memory(begin.tracking_uri):
         return _CallerCarrier(begin, answer)
     if not _is_notebook() and sys.executable and not getattr(sys, "frozen", False):
         with suppress(OSError):  # no more processes, no memory: the thread does it
@@ -79,8 +79,7 @@ def run_deliveries(
 ) -> None:
     """Settle and send what is asked for until None is, and for at most the upload timeout after that."""
     # Late, since the training process has no use for the analysis.
-    from tlk_tracking.delivery import DeliveryLoop
-    from tlk_tracking.mlflow_tracking import get_ready
+    from tlk_tracking.delivery import DeliveryLoop, get_ready
 
     if begin.tracking_uri is not None:
         # Beside the loop: a window that is asked for meanwhile, or a store that hangs, waits for nothing.
@@ -208,16 +207,6 @@ def _environment(upload_timeout_s: float) -> dict[str, str]:
     # One core is enough, and the others are training's.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return environment | request_limits(upload_timeout_s) | threads | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def _is_in_memory(tracking_uri: str | None) -> bool:
-    return tracking_uri is not None and (
-        tracking_uri in ("sqlite://", "sqlite:///")
-        or (
-            tracking_uri.startswith("sqlite:")
-            and (":memory:" in tracking_uri or "mode=memory" in tracking_uri)
-        )
-    )
 
 
 def _is_notebook() -> bool:

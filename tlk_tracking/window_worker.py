@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlk_tracking.destinations import Destination, absolute_tracking_uri
+from tlk_tracking.tracking_uri import Destination, absolute_tracking_uri
 from tlk_tracking.outbox import Delivery, DeliveryState, Outbox, RawWindow
 from tlk_tracking.window_carriers import (
     Begin,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from tlk_tracking.cli.files import writing
+from tlk_tracking.cli.terminal import writing
 from tlk_tracking.cli.parameters import GIVEN, FiniteRange
-from tlk_tracking.cli.progress import opening
+from tlk_tracking.cli.terminal import opening
 from tlk_tracking.cli.targets import open_target
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _fails(
     max_launch_increase: float,
 ) -> bool:
     """Say on standard error which rows fail the check, and return whether one does."""
-    from tlk_tracking.inert_text import visible
+    from tlk_tracking.text import visible
     from tlk_tracking.key_text import show_key
     from tlk_tracking.regression import find_regressions
 

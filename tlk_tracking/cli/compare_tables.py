@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tlk_tracking.cli.consoles import open_narrow_console
+from tlk_tracking.cli.terminal import open_narrow_console
 from tlk_tracking.comparison import Comparison, Side
 from tlk_tracking.comparison_rows import CHANGES, Row
 from tlk_tracking.comparison_text import (
@@ -16,10 +16,10 @@ from tlk_tracking.comparison_text import (
     show_side,
     why_undecided,
 )
-from tlk_tracking.inert_text import visible
+from tlk_tracking.text import visible
 from tlk_tracking.intervals import Verdict
 from tlk_tracking.key_text import show_key
-from tlk_tracking.number_text import plural, show_number
+from tlk_tracking.text import plural, show_number
 from tlk_tracking.step_tables import TableName
 
 _STYLES = {

@@ -35,9 +35,9 @@ def command(
     tracking_uri: str | None,
 ) -> None:
     """Write one annotation of TARGET as a timeline with an arrow for each relation."""
-    from tlk_tracking.cli.files import writing
-    from tlk_tracking.cli.progress import reading
-    from tlk_tracking.number_text import plural
+    from tlk_tracking.cli.terminal import writing
+    from tlk_tracking.cli.terminal import reading
+    from tlk_tracking.text import plural
     from tlk_tracking.perfetto import write_perfetto
     from tlk_tracking.timeline import lay_out, times_in_trace, times_of_launches
 

@@ -13,9 +13,9 @@ import click
 
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import RUN_PREFIX, run_id_of
-from tlk_tracking.destinations import without_credentials
+from tlk_tracking.tracking_uri import without_credentials
 from tlk_tracking.errors import AnnotationError
-from tlk_tracking.number_text import plural
+from tlk_tracking.text import plural
 
 if TYPE_CHECKING:
     from tlk_tracking.trace_set import ImportedTrace
@@ -60,7 +60,7 @@ def command(
     torch.profiler, Lightning's PyTorchProfiler, accelerate and torchtitan write such traces. Traces of the
     same first step are the ranks of one window.
     """
-    from tlk_tracking.cli.progress import reading
+    from tlk_tracking.cli.terminal import reading
     from tlk_tracking.trace_set import find_traces, import_traces
 
     if out is None and run is None and experiment is None:

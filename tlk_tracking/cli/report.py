@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tlk_tracking.cli.files import writing
+from tlk_tracking.cli.terminal import writing
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
 

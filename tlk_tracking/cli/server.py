@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import click
 
-from tlk_tracking.destinations import without_credentials
-from tlk_tracking.inert_text import visible
-from tlk_tracking.request_limits import request_limits
+from tlk_tracking.tracking_uri import without_credentials
+from tlk_tracking.text import visible
+from tlk_tracking.tracking_uri import request_limits
 
 # A request may take a third of it and is tried twice: a server that says nothing is given up after half a minute.
 _READING_S = 45.0

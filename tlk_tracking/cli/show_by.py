@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tlk_tracking.annotation import module_table
-from tlk_tracking.cli.consoles import open_console
-from tlk_tracking.inert_text import visible
+from tlk_tracking.cli.terminal import open_console
+from tlk_tracking.text import visible
 from tlk_tracking.key_text import show_key
 from tlk_tracking.module_summary import MODULE_MEASURES
-from tlk_tracking.number_text import show_number
+from tlk_tracking.text import show_number
 from tlk_tracking.records import Availability, Bound
 from tlk_tracking.step_counts import count_steps, known_call_keys
 from tlk_tracking.step_tables import TableName, decode_key

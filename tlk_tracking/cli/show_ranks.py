@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tlk_tracking.cli.consoles import open_console
-from tlk_tracking.inert_text import short_kernel, visible
-from tlk_tracking.number_text import show_number
+from tlk_tracking.cli.terminal import open_console
+from tlk_tracking.text import short_kernel, visible
+from tlk_tracking.text import show_number
 from tlk_tracking.rank_parts import RankPart
 from tlk_tracking.rank_summary import (
     RankSummary,

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tlk_tracking.cli.consoles import open_console
-from tlk_tracking.inert_text import short_kernel, visible
-from tlk_tracking.number_text import SIGNS
+from tlk_tracking.cli.terminal import open_console
+from tlk_tracking.text import short_kernel, visible
+from tlk_tracking.text import SIGNS
 from tlk_tracking.records import Availability, Bound, CallSource, Phase
 from tlk_tracking.summary import launch_summary, metrics
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlk_tracking.errors import AnnotationError, ConfigurationError
-from tlk_tracking.manifest import MANIFEST_FILE
+from tlk_tracking.places import MANIFEST_FILE, find_annotation_folders
 
 if TYPE_CHECKING:
     from tlk_tracking.annotation import KernelAnnotation
@@ -36,13 +36,7 @@ def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[Kernel
     folder = Path(target)
     if not folder.is_dir():
         raise AnnotationError(f"{target} is no folder; give an annotation folder or {RUN_PREFIX}RUN_ID")
-    if (folder / MANIFEST_FILE).exists():
-        return (load_annotation(folder),)
-    found = sorted(
-        path.parent
-        for pattern in (f"rank_*/{MANIFEST_FILE}", f"window_*/rank_*/{MANIFEST_FILE}")
-        for path in (*folder.glob(pattern), *folder.glob(f"kernel_telemetry/{pattern}"))
-    )
+    found = find_annotation_folders(folder)
     if not found:
         raise AnnotationError(f"{target} holds no {MANIFEST_FILE}; is it a kernel annotation?")
     return tuple(load_annotation(each) for each in found)

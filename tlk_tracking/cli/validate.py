@@ -9,8 +9,8 @@ import click
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import open_target
 from tlk_tracking.errors import AnnotationError
-from tlk_tracking.inert_text import visible
-from tlk_tracking.number_text import plural
+from tlk_tracking.text import visible
+from tlk_tracking.text import plural
 from tlk_tracking.records import Availability
 
 

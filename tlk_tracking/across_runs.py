@@ -1,13 +1,14 @@
-"""Follow one number over the runs of an experiment (experiment + measure or row key -> tidy frame)."""
+"""Compare MLflow runs, and follow one number over them (run ids -> Comparison; experiment -> frame)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import pandas as pd
 
 from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.comparison import choose_annotations
+from tlk_tracking.comparison import Comparison, choose_annotations, compare_annotations, distinct_labels
 from tlk_tracking.errors import ComparisonError
 from tlk_tracking.intervals import weakest
 from tlk_tracking.mlflow_tracking import load_run, search_runs
@@ -17,6 +18,7 @@ from tlk_tracking.run_telemetry import RunSummary
 from tlk_tracking.step_counts import count_steps, known_call_keys
 from tlk_tracking.step_tables import TableName, key_holds
 from tlk_tracking.summary import METRIC_GAPS
+from tlk_tracking.time_samples import Thresholds
 
 HISTORY_COLUMNS = (
     "run_id",
@@ -29,6 +31,44 @@ HISTORY_COLUMNS = (
     "lower_bound",
     "reasons",
 )
+
+
+def compare_runs(
+    baseline_run: str,
+    *runs: str,
+    tracking_uri: str | None = None,
+    windows: Sequence[int] | None = None,
+    ranks: Sequence[int] | Literal["all"] = (0,),
+    thresholds: Thresholds | None = None,
+    across_devices: bool = False,
+) -> Comparison:
+    """Compare the kernel telemetry of MLflow runs, of whatever experiments, with that of a baseline run.
+
+    Args:
+        baseline_run: id of the run that the others are compared with.
+        runs: ids of one or several runs.
+        tracking_uri: where the runs are; None is MLflow's own choice.
+        windows: first steps of the windows to pool; None pools all of a run.
+        ranks: ranks to pool, or "all" that sent an annotation; rank 0 alone unless more are asked for.
+        thresholds: what a change of time must be; None takes the defaults.
+        across_devices: judge times of different GPU models too.
+
+    Raises:
+        TrackingError: a run cannot be read or has no annotation.
+        ComparisonError: a run has no annotation of the windows and ranks that were chosen.
+    """
+    sides = [
+        choose_annotations(
+            load_run(run, tracking_uri).annotations, windows=windows, ranks=ranks, of=f"run {run}"
+        )
+        for run in (baseline_run, *runs)
+    ]
+    return compare_annotations(
+        *sides,
+        thresholds=thresholds,
+        across_devices=across_devices,
+        labels=distinct_labels((baseline_run, *runs)),
+    )
 
 
 def kernel_history(

@@ -1,7 +1,8 @@
-"""Say which run a window belongs to, and what of that may be kept on disk (Destination -> Address)."""
+"""Read tracking URIs: the run of a window, its address on disk, MLflow's deadlines (URI -> Address, settings)."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,3 +71,34 @@ def without_credentials(uri: str) -> str:
         return uri
     parts = urlsplit(uri)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def is_in_memory(uri: str) -> bool:
+    """Return whether the URI is of a database that only the thread that made it can see."""
+    return uri in ("sqlite://", "sqlite:///") or (
+        uri.startswith("sqlite:") and (":memory:" in uri or "mode=memory" in uri)
+    )
+
+
+def database_file(uri: str) -> Path | None:
+    """Return the file of an SQLite store; None for every other store."""
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    if not uri.startswith("sqlite:///") or path in ("", ":memory:") or path.startswith("file:"):
+        return None
+    return Path(path)
+
+
+def request_limits(timeout_s: float) -> dict[str, str]:
+    """Return the variables with which MLflow ends a request well within a deadline and sends no telemetry.
+
+    For the environment of a process of ours alone: MLflow reads it at each request, and by default a dead
+    server holds one for four minutes.
+    """
+    return {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, math.floor(timeout_s / 3))),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+    }
