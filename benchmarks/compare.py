@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, RunTag
 
 from tlk_tracking import compare_annotations, import_trace
-from tlk_tracking.mlflow_tracking import search_runs
+from tlk_tracking.tracking.mlflow_tracking import search_runs
 
 DATA = Path(__file__).parent / "data"
 

@@ -29,14 +29,14 @@ RUNTIME = ("cuda_runtime", "cuda_driver")
 
 def tlk(trace: Path, work: Path) -> tuple[Callable[[], Any], Callable[[Any], Pairs]]:
     """Make and check an annotation in memory."""
-    from tlk_tracking.annotate import import_trace
+    from tlk_tracking.attribution.annotate import import_trace
 
     return lambda: _checked(import_trace(trace)), _pairs_of_annotation
 
 
 def tlk_with_rows(trace: Path, work: Path) -> tuple[Callable[[], Any], Callable[[Any], Pairs]]:
     """The same with the dispatch mode's rows as JSON beside the trace."""
-    from tlk_tracking.annotate import import_trace
+    from tlk_tracking.attribution.annotate import import_trace
 
     ops = trace.with_name(trace.name.replace(".trace.json", ".ops.json"))
     return lambda: _checked(import_trace(trace, ops=ops)), _pairs_of_annotation
@@ -46,8 +46,8 @@ def tlk_save_load(trace: Path, work: Path) -> tuple[Callable[[], Any], Callable[
     """Save, load and check an annotation that is made already."""
     import shutil
 
-    from tlk_tracking.annotate import import_trace
-    from tlk_tracking.annotation import load_annotation
+    from tlk_tracking.annotation.kernel_annotation import load_annotation
+    from tlk_tracking.attribution.annotate import import_trace
 
     annotation = import_trace(trace)
     folder = work / "saved"
@@ -249,7 +249,7 @@ def main() -> None:
 
 
 def _checked(annotation: Any) -> Any:
-    from tlk_tracking.annotation_checks import check_tables
+    from tlk_tracking.annotation.checks import check_tables
 
     check_tables(
         annotation.manifest,

@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.models import CPU_BOUND, LAUNCH_BOUND, Encoder, Size
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.outbox import DEFAULT_FOLDER, Outbox
-from tlk_tracking.window_worker import WindowWorker
+from tlk_tracking.delivery.outbox import DEFAULT_FOLDER, Outbox
+from tlk_tracking.delivery.worker import WindowWorker
 
 WARMUP, ACTIVE = 3, 3
 _LOOK_EVERY_S = 0.002

@@ -23,12 +23,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import CPU_BOUND, DEVICE_BOUND, LAUNCH_BOUND, Size, training_step
-from tlk_tracking.fit_recorder import FitFacts, FitRecorder
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.profiler_session import ProfilerSession
-from tlk_tracking.profiling_window import WindowSchedule
-from tlk_tracking.records import Environment
-from tlk_tracking.torch_private import dispatch_mode_stack
+from tlk_tracking.core.records import Environment
+from tlk_tracking.delivery.outbox import Outbox
+from tlk_tracking.recording.fit_recorder import FitFacts, FitRecorder
+from tlk_tracking.recording.profiler_session import ProfilerSession
+from tlk_tracking.recording.schedule import WindowSchedule
+from tlk_tracking.recording.torch_private import dispatch_mode_stack
 
 WARMUP = 3
 PLAIN_STEPS_OF_A_WINDOW = 1000

@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models import CPU_BOUND, LAUNCH_BOUND, training_step
-from tlk_tracking.markers import CallMarkers
-from tlk_tracking.modules import ModuleTracker
-from tlk_tracking.records import Phase, StepOutcome
-from tlk_tracking.step_brackets import StepBrackets
-from tlk_tracking.torch_private import NamedRange, dispatch_mode_stack, session_options
+from tlk_tracking.core.records import Phase, StepOutcome
+from tlk_tracking.recording.call_markers import CallMarkers
+from tlk_tracking.recording.module_tracker import ModuleTracker
+from tlk_tracking.recording.step_brackets import StepBrackets
+from tlk_tracking.recording.torch_private import NamedRange, dispatch_mode_stack, session_options
 
 Variant = Callable[[torch.nn.Module], AbstractContextManager[object]]
 

@@ -38,7 +38,7 @@ def main() -> None:
     from benchmarks.fits import fit
     from benchmarks.models import CPU_BOUND
     from tlk_tracking.callbacks import KernelTelemetry
-    from tlk_tracking.profiler_session import ProfilerSession
+    from tlk_tracking.recording.profiler_session import ProfilerSession
 
     folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
     idle: dict[str, list[float]] = {"before": [], "after": []}

@@ -31,16 +31,16 @@ class _Stages:
 def main() -> None:
     """Settle and send the one window of the outbox."""
     stages = _Stages(float(sys.argv[3]))
-    worker = importlib.import_module("tlk_tracking.window_worker")
+    worker = importlib.import_module("tlk_tracking.delivery.worker")
     gc.set_threshold(worker.COLLECT_EVERY)
     stages.over("interpreter_and_worker")
-    delivery = importlib.import_module("tlk_tracking.delivery")
+    delivery = importlib.import_module("tlk_tracking.delivery.delivery_loop")
     stages.over("import_analysis")
     mlflow: Any = importlib.import_module("mlflow")
     stages.over("import_mlflow")
     mlflow.MlflowClient(tracking_uri=sys.argv[2])
     stages.over("open_store")
-    for name in ("matplotlib.figure", "tlk_tracking.report"):
+    for name in ("matplotlib.figure", "tlk_tracking.report.annotation_report"):
         importlib.import_module(name)
     stages.over("import_charts")
     outbox = worker.Outbox(Path(sys.argv[1]))
@@ -48,7 +48,7 @@ def main() -> None:
     delivery.settle(outbox, window)
     stages.over("annotate_and_save")
     entry = outbox.entry(window.name)
-    delivery.add_report(entry.annotation_folder)
+    delivery._add_report(delivery.load_annotation(entry.annotation_folder), entry.annotation_folder)
     stages.over("draw_report")
     sent = delivery.send(outbox, entry, sys.argv[2])
     stages.over("send")

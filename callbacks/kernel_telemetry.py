@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
-from tlk_tracking.tracking_uri import Destination
-from tlk_tracking.errors import ConfigurationError
-from tlk_tracking.fit_recorder import FitFacts, FitRecorder
-from tlk_tracking.fused_kernels import FusedKernels
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.profiling_window import WindowSchedule
-from tlk_tracking.ranks import choose_ranks, recording_in
-from tlk_tracking.torch_private import dispatch_mode_stack
-from tlk_tracking.window_worker import WindowWorker
+from tlk_tracking.core.errors import ConfigurationError
+from tlk_tracking.delivery.outbox import Outbox
+from tlk_tracking.delivery.worker import WindowWorker
+from tlk_tracking.recording.fit_recorder import FitFacts, FitRecorder
+from tlk_tracking.recording.fused_kernels import FusedKernels
+from tlk_tracking.recording.recording_ranks import choose_ranks, recording_in
+from tlk_tracking.recording.schedule import WindowSchedule
+from tlk_tracking.recording.torch_private import dispatch_mode_stack
+from tlk_tracking.tracking.tracking_uri import Destination
 
 from .trainer_facts import agree_on_run, default_outbox_folder, describe_fit
 from .wrapped_trainer import WrappedTrainer

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlk_tracking.tracking_uri import Destination
-from tlk_tracking.environment import describe_environment
-from tlk_tracking.errors import ConfigurationError
-from tlk_tracking.mlflow_store import current_tracking_uri
-from tlk_tracking.outbox import DEFAULT_FOLDER
-from tlk_tracking.records import Environment
+from tlk_tracking.core.errors import ConfigurationError
+from tlk_tracking.core.records import Environment
+from tlk_tracking.delivery.outbox import DEFAULT_FOLDER
+from tlk_tracking.recording.environment import describe_environment
+from tlk_tracking.tracking.mlflow_store import current_tracking_uri
+from tlk_tracking.tracking.tracking_uri import Destination
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

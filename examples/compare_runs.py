@@ -14,9 +14,9 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from tlk_tracking import compare_runs, load_annotation, log_annotation
-from tlk_tracking.comparison_report import render_comparison
-from tlk_tracking.key_text import show_key
-from tlk_tracking.text import show_number
+from tlk_tracking.core.text import show_number
+from tlk_tracking.report.comparison_report import render_comparison
+from tlk_tracking.report.row_names import show_key
 
 TRACKING_URI = "sqlite:///mlflow.db"
 DATA = Path(__file__).parent / "data"

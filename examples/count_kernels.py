@@ -1,7 +1,7 @@
 """Count kernels over the annotations of many runs and ranks with Dask: python count_kernels.py FOLDER.
 
-FOLDER is what `tlk_tracking.dataset.collect_runs(run_ids, FOLDER)` made, or a folder of a store's artifacts. The
-cluster is two processes of this machine; give `Client` the address of a scheduler to use others.
+FOLDER is what `tlk_tracking.tracking.dataset.collect_runs(run_ids, FOLDER)` made, or a folder of a store's
+artifacts. The cluster is two processes of this machine; give `Client` the address of a scheduler to use others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from dask.distributed import Client, LocalCluster
 
-from tlk_tracking.dataset import open_manifests, open_with_dask
+from tlk_tracking.tracking.dataset import open_manifests, open_with_dask
 
 
 def main(folder: str) -> None:

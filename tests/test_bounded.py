@@ -17,9 +17,9 @@ from fault_cells import Cell, Where, run_cell
 from lightning_fits import COMPLETE, Telemetry
 from soak_figures import SOAK, TIMEOUT_S, tell
 
-from tlk_tracking.markers import CallMarkers
-from tlk_tracking.records import GapReason
-from tlk_tracking.window_recorder import WindowRecorder
+from tlk_tracking.core.records import GapReason
+from tlk_tracking.recording.call_markers import CallMarkers
+from tlk_tracking.recording.window_recorder import WindowRecorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -125,7 +125,7 @@ def test_nothing_of_fifty_windows_of_a_fit_is_alive(tmp_path: Path, monkeypatch:
             super().__init__(*arguments, **keywords)
             made.extend(map(weakref.ref, (self, self._calls, self._brackets, self._session)))
 
-    monkeypatch.setattr("tlk_tracking.fit_recorder.WindowRecorder", Noted)
+    monkeypatch.setattr("tlk_tracking.recording.fit_recorder.WindowRecorder", Noted)
     monkeypatch.setattr("fault_cells.STEPS", 110)
     before = set(os.listdir(tempfile.gettempdir()))  # noqa: PTH208 - names are all that is wanted
     telemetry = Telemetry(

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import DATA, TOP
 
-TOP = Path(__file__).parent.parent
-DATA = Path(__file__).parent / "data"
 PAGES = sorted([*(TOP / "docs").rglob("*.md"), *TOP.glob("*.md")])
 
 _FENCE = re.compile(r"^(?P<before>[^\n]*)\n+```(?P<kind>python|bash)\n(?P<code>.*?)^```$", re.M | re.S)
@@ -56,7 +55,7 @@ from pathlib import Path
 from tlk_tracking import import_trace, log_annotation
 
 def a_run(trace):
-    from tlk_tracking.mlflow_store import create_finished_run
+    from tlk_tracking.tracking.mlflow_store import create_finished_run
     uri = "sqlite:///mlflow.db"
     run_id = create_finished_run("old", run_name=trace, tracking_uri=uri)
     log_annotation(import_trace(f"traces/{trace}.json.gz"), run_id, uri)
@@ -135,7 +134,7 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
 
 
 def test_every_gap_is_explained() -> None:
-    from tlk_tracking.records import GapReason
+    from tlk_tracking.core.records import GapReason
 
     text = (TOP / "docs" / "concepts.md").read_text()
     assert [reason.value for reason in GapReason if f"`{reason.value}`" not in text] == []

@@ -25,10 +25,10 @@ from fault_cells import (
 from lightning.pytorch import Callback
 from lightning_fits import Telemetry
 
-from tlk_tracking.annotate import annotate
-from tlk_tracking.annotation import load_annotation
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.records import GapReason
+from tlk_tracking.annotation.kernel_annotation import load_annotation
+from tlk_tracking.attribution.annotate import annotate
+from tlk_tracking.core.records import GapReason
+from tlk_tracking.delivery.outbox import Outbox
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from synthetic_trace import BACKWARD, FOREIGN, WINDOW, SyntheticTrace, one_step
 
-from tlk_tracking.annotate import annotate, import_trace
-from tlk_tracking.annotation import KernelAnnotation
-from tlk_tracking.records import Gap, GapReason
-from tlk_tracking.summary import facts
+from tlk_tracking.analysis.metrics import facts
+from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
+from tlk_tracking.attribution.annotate import annotate, import_trace
+from tlk_tracking.core.records import Gap, GapReason
 
 EXACT = dict.fromkeys(
     (

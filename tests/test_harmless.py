@@ -16,18 +16,19 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_fits import COMPLETE, Telemetry, batches, fit
+from paths import SUPPORT
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tlk_tracking import window_carriers
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.tracking_uri import Destination
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.records import GapReason
-from tlk_tracking.window_worker import WindowWorker
+from tlk_tracking.core.records import GapReason
+from tlk_tracking.delivery import carriers
+from tlk_tracking.delivery.outbox import Outbox
+from tlk_tracking.delivery.worker import WindowWorker
+from tlk_tracking.tracking.tracking_uri import Destination
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -273,8 +274,8 @@ def test_training_connects_to_nothing_and_waits_for_windows_at_its_end_alone(
     connected: list[object] = []
     waited: list[tuple[bool, float]] = []
     monkeypatch.setattr(socket.socket, "connect", lambda _, address: connected.append(address))
-    monkeypatch.setattr(window_carriers, "_PROGRAM", "fault_programs.silent_worker")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(carriers, "_PROGRAM", "fault_programs.silent_worker")
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
 
     class Waits(WindowWorker):
         def _wait_until(self, deadline: float) -> None:

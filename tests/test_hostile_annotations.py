@@ -28,10 +28,10 @@ from real_traces import real_trace
 from soak_figures import TIMEOUT_S, tell
 from synthetic_trace import SyntheticTrace, one_step
 
-from tlk_tracking.annotate import import_trace
-from tlk_tracking.annotation import load_annotation
-from tlk_tracking.errors import AnnotationError
-from tlk_tracking.summary import facts, launch_summary, metrics
+from tlk_tracking.analysis.metrics import facts, launch_summary, metrics
+from tlk_tracking.annotation.kernel_annotation import load_annotation
+from tlk_tracking.attribution.annotate import import_trace
+from tlk_tracking.core.errors import AnnotationError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("without_fsync")]
 

@@ -29,10 +29,10 @@ from real_traces import real_trace
 from soak_figures import SOAK, TIMEOUT_S, tell
 from synthetic_trace import FOREIGN, Layout, SyntheticTrace, one_step, ops_json
 
-from tlk_tracking.annotate import import_trace
-from tlk_tracking.annotation import load_annotation
-from tlk_tracking.errors import TraceError
-from tlk_tracking.summary import facts, metrics
+from tlk_tracking.analysis.metrics import facts, metrics
+from tlk_tracking.annotation.kernel_annotation import load_annotation
+from tlk_tracking.attribution.annotate import import_trace
+from tlk_tracking.core.errors import TraceError
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("without_fsync")]
 

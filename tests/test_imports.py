@@ -7,50 +7,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import TOP
 
-PACKAGE = Path(__file__).parent.parent / "tlk_tracking"
+PACKAGE = TOP / "tlk_tracking"
 
-# The flow: a stage imports only what stands before it, and each line is one stage with its parts before it.
-FLOW = """
-    errors records tables inert_text number_text intervals durable_files
-    profiling_window ranks
-    fused_notes torch_private inductor_private modules fused_kernels markers step_brackets
-    profiler_session
-    environment window_recorder
-    trace_files trace_blocks event_columns growing_columns kineto_events
-    nested_ranges lost_launches correlation launch_places fused_relations
-    totals launch_summary module_summary
-    manifest table_files annotation_checks annotation
-    annotation_tables ops_file annotate trace_set
-    timeline perfetto
-    summary
-    rank_parts rank_summary
-    step_tables step_counts key_text charts report_page rank_report report
-    destinations outbox
-    request_limits run_artifacts run_record run_telemetry mlflow_store mlflow_tracking dataset
-    delivery window_carriers window_worker
-    fit_recorder
-    time_samples context comparison_rows comparison comparison_text comparison_json
-    regression run_history comparison_report
-    recording
-    doctor_lines record_probe doctor
-    cli
-"""
-ORDER = {stage: place for place, stage in enumerate(FLOW.split())}
-
-TORCH_STAGES = {
-    "torch_private",
-    "modules",
-    "inductor_private",
-    "fused_kernels",
-    "markers",
-    "step_brackets",
-    "profiler_session",
-    "environment",
-    "window_recorder",
-    "fit_recorder",
+# A room imports itself and the rooms before it.
+ROOMS = [
+    "core",
+    "annotation",
+    "attribution",
+    "analysis",
+    "report",
+    "tracking",
+    "delivery",
     "recording",
-    "record_probe",
+    "cli",
+]
+
+# The rooms that reading, comparing and reporting need never touch torch; within the others, these do.
+TORCH_MODULES = {
+    "cli.diagnosis_probe",
+    "recording.block_recording",
+    "recording.call_markers",
+    "recording.environment",
+    "recording.fit_recorder",
+    "recording.fused_kernels",
+    "recording.inductor_private",
+    "recording.module_tracker",
+    "recording.profiler_session",
+    "recording.step_brackets",
+    "recording.torch_private",
+    "recording.window_recorder",
 }
 TRAINING = ("torch", "lightning", "pytorch_lightning", "mlflow")
 HEAVY = (*TRAINING, "pandas", "pyarrow")
@@ -82,11 +69,12 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _stages_imported(path: Path) -> set[str]:
-    dotted = (name.split(".") for name in _imported(path))
-    return {parts[1] for parts in dotted if parts[0] == "tlk_tracking" and len(parts) > 1} & (
-        {name.split(".")[0] for name in MODULES} | {"callbacks"}
-    )
+def _modules_imported(path: Path) -> set[str]:
+    """Return the package's modules that a file imports ("core.errors")."""
+    names = {
+        name.removeprefix("tlk_tracking.") for name in _imported(path) if name.startswith("tlk_tracking.")
+    }
+    return {module for module in MODULES if module in names}
 
 
 def _top_level_imported(path: Path) -> set[str]:
@@ -99,16 +87,27 @@ def _run_fresh(program: str) -> str:
     ).stdout
 
 
-def test_every_module_has_its_place_in_the_flow() -> None:
-    assert {name.split(".")[0] for name in MODULES} - set(ORDER) == set()
+def test_every_module_is_in_a_room() -> None:
+    assert {name.split(".")[0] for name in MODULES} == set(ROOMS)
+
+
+def test_a_room_itself_holds_no_code_that_an_import_of_it_would_run() -> None:
+    rooms = [path for path in PACKAGE.rglob("*/__init__.py") if path.parent != PACKAGE / "cli"]
+    bodies = {path.parent.name: ast.parse(path.read_text(encoding="utf-8")).body for path in rooms}
+    assert [room for room, body in bodies.items() if [type(node) for node in body] != [ast.Expr]] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_stage_imports_only_stages_above_it(module: str) -> None:
-    stage = module.split(".")[0]
-    above = {name for name, place in ORDER.items() if place < ORDER[stage]}
-    allowed = above | {stage} if stage == "cli" else above
-    assert _stages_imported(MODULES[module]) - allowed == set()
+def test_a_room_imports_only_rooms_above_it(module: str) -> None:
+    above = ROOMS[: ROOMS.index(module.split(".")[0]) + 1]
+    assert {name.split(".")[0] for name in _modules_imported(MODULES[module])} - set(above) == set()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    imported = {module: _modules_imported(path) for module, path in MODULES.items()}
+    while free := {module for module, others in imported.items() if not others & set(imported)}:
+        imported = {module: others for module, others in imported.items() if module not in free}
+    assert imported == {}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -118,16 +117,16 @@ def test_nothing_in_the_package_imports_the_callbacks(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_only_mlflow_store_imports_mlflow(module: str) -> None:
-    assert module == "mlflow_store" or "mlflow" not in _top_level_imported(MODULES[module])
+    assert module == "tracking.mlflow_store" or "mlflow" not in _top_level_imported(MODULES[module])
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_torch_is_imported_only_where_ranges_sessions_modules_and_fused_graphs_are_made(module: str) -> None:
-    assert module in TORCH_STAGES or "torch" not in _top_level_imported(MODULES[module])
+    assert module in TORCH_MODULES or "torch" not in _top_level_imported(MODULES[module])
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_stage_imports_lightning(module: str) -> None:
+def test_no_module_imports_lightning(module: str) -> None:
     assert not {"lightning", "pytorch_lightning"} & _top_level_imported(MODULES[module])
 
 
@@ -137,14 +136,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_reading_comparing_and_reporting_load_neither_torch_nor_lightning() -> None:
-    stages = [
-        f"tlk_tracking.{name}"
-        for name in MODULES
-        if name.split(".")[0] not in TORCH_STAGES and not name.endswith("__main__")
-    ]
+    modules = [f"tlk_tracking.{name}" for name in MODULES if name not in TORCH_MODULES]
     program = (
         "import importlib, sys\n"
-        f"for name in {stages}: importlib.import_module(name)\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
         f"print([name for name in {TRAINING} if name in sys.modules])"
     )
     assert _run_fresh(program) == "[]\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from paths import SUPPORT
 from soak_figures import TIMEOUT_S, tell
 
 from tlk_tracking import load_run
@@ -23,7 +24,7 @@ pytestmark = [
 def test_what_killed_fits_kept_is_whole_and_arrives_once(tmp_path: Path, mlflow_sqlite: str) -> None:
     client = MlflowClient(tracking_uri=mlflow_sqlite)
     run_id = client.create_run(client.create_experiment("killed")).info.run_id
-    # scripts/soak kills more often; tests/test_upload.py kills annotating and sending.
+    # scripts/soak kills more often; tests/cli/test_upload.py kills annotating and sending.
     kills = int(os.environ.get("TLK_KILLS", "12"))
     done = subprocess.run(
         [
@@ -32,7 +33,7 @@ def test_what_killed_fits_kept_is_whole_and_arrives_once(tmp_path: Path, mlflow_
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -21,17 +21,16 @@ from fault_cells import Cell, Where, plain_profiler_events, run_cell, surroundin
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning_fits import COMPLETE, RAISED, SilentWorker, Small, Telemetry, batches, fit
 from mlflow import MlflowClient
+from paths import TESTS
 from torch import Tensor
 
-from tlk_tracking.annotate import annotate
+from tlk_tracking.analysis.metrics import metrics
+from tlk_tracking.attribution.annotate import annotate
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.tracking_uri import Destination
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.records import Bound
-from tlk_tracking.summary import metrics
-from tlk_tracking.window_worker import WindowWorker
-
-TESTS = Path(__file__).parent
+from tlk_tracking.core.records import Bound
+from tlk_tracking.delivery.outbox import Outbox
+from tlk_tracking.delivery.worker import WindowWorker
+from tlk_tracking.tracking.tracking_uri import Destination
 
 TABLE = """
 T01 an exception leaves the profiler on
@@ -71,26 +70,26 @@ T12 correlation 0, repeated or on one side
     correlation::several_owners_of_one_correlation_each_get_a_relation
 T13 CUDA graphs around a session
     profiler_session::no_session_begins_while_a_graph_is_captured
-    cuda/outside_dispatcher::replays_of_a_graph
+    outside_dispatcher::replays_of_a_graph
 T14 a user thread launches
     gaps::a_launch_from_a_foreign_thread_is_never_given_to_a_marker_that_overlaps
-    cuda/outside_dispatcher::a_thread_of_the_user
+    outside_dispatcher::a_thread_of_the_user
 T15 workers forked inside a window
     kernel_telemetry::workers_forked_inside_a_window_have_nothing_of_ours
-    markers::a_forked_child_has_no_mode_of_ours
-    window_worker::a_forked_child_leaves_the_worker_to_its_parent
+    call_markers::a_forked_child_has_no_mode_of_ours
+    worker::a_forked_child_leaves_the_worker_to_its_parent
 T16 equal correlations on two ranks
     rank_summary::ranks_of_equal_correlations_are_never_mixed
     mlflow_tracking::the_ranks_of_a_window_are_joined_and_never_mixed
 T17 a mode turns torch.compile off
-    markers::a_compiled_model_stays_compiled_and_is_not_compiled_again
+    call_markers::a_compiled_model_stays_compiled_and_is_not_compiled_again
     harmless::a_compiled_model_is_compiled_as_often_and_computes_the_same
 T18 fullgraph fails or compiles again
     harmless::a_compiled_model_is_compiled_as_often_and_computes_the_same
-    modules::windows_compile_nothing_again_and_break_no_graph
+    module_tracker::windows_compile_nothing_again_and_break_no_graph
 T19 higher-order operators under a mode
     harmless::everything_computed_is_bit_identical
-    markers::a_higher_order_operator_is_one_call
+    call_markers::a_higher_order_operator_is_one_call
 T20 replicas in threads do not see the mode
     known_trouble::calls_in_another_thread_are_not_seen_and_no_count_is_called_complete
     gaps::a_launch_from_a_foreign_thread_is_never_given_to_a_marker_that_overlaps
@@ -98,8 +97,8 @@ T21 inference mode changes what is seen
     kernel_telemetry::validation_is_no_part_of_a_step
     known_trouble::validation_in_inference_mode_is_no_step_and_the_next_step_is_whole
 T22 the dispatch path keeps tensors alive
-    markers::no_tensor_is_kept
-    modules::nothing_of_a_step_is_kept_alive
+    call_markers::no_tensor_is_kept
+    module_tracker::nothing_of_a_step_is_kept_alive
 T23 an exception across a graph break leaves a mode
     known_trouble::an_error_across_a_graph_break_leaves_nothing_on
 T24 no teardown after an exception
@@ -118,7 +117,7 @@ T27 the run's status is wrong after a crash
     fault_matrix::an_error_reaches_the_caller_as_without_telemetry_and_the_window_is_kept
     mlflow_tracking::a_run_that_has_ended_stays_as_it_ended
 T28 the server is down, fails or hangs
-    window_worker::what_a_fault_kept_back_stays_whole_and_arrives_once_later
+    worker::what_a_fault_kept_back_stays_whole_and_arrives_once_later
     signals::an_upload_that_hangs_holds_the_end_no_longer_than_five_seconds
 T29 nowhere to log, several loggers
     kernel_telemetry::nowhere_to_log_is_an_error_that_names_both_ways
@@ -137,10 +136,10 @@ T33 a repeated batch after a timeout
     mlflow_tracking::the_same_sent_again_leaves_one_value_for_each_metric
 T34 a large upload is cut
     mlflow_tracking::metrics_and_tags_go_in_one_batch_and_before_any_artifact
-    window_worker::what_a_fault_kept_back_stays_whole_and_arrives_once_later
+    worker::what_a_fault_kept_back_stays_whole_and_arrives_once_later
 T35 retries block for minutes
-    window_worker::the_environment_of_the_training_is_not_changed_and_that_of_the_worker_ends_requests_in_time
-    window_worker::a_drain_waits_no_longer_than_it_may_and_the_worker_goes_on
+    worker::the_environment_of_the_training_is_not_changed_and_that_of_the_worker_ends_requests_in_time
+    worker::a_drain_waits_no_longer_than_it_may_and_the_worker_goes_on
 T36 the default store moved
     known_trouble::the_run_is_that_of_the_mlflow_logger_wherever_it_stands
     mlflow_tracking::a_store_that_is_not_there_is_not_made
@@ -151,8 +150,8 @@ T37 a hostile run
 T38 thousands of metric keys
     mlflow_tracking::metrics_are_those_of_the_summary_at_the_global_step
 T39 asynchronous logging lost at exit
-    window_worker::a_closed_worker_ends_and_leaves_no_zombie
-    window_worker::a_worker_whose_training_is_killed_sends_what_it_holds_and_ends
+    worker::a_closed_worker_ends_and_leaves_no_zombie
+    worker::a_worker_whose_training_is_killed_sends_what_it_holds_and_ends
     killed::what_killed_fits_kept_is_whole_and_arrives_once
 T40 counts double under a mode, ranges cross
     known_trouble::calls_are_counted_from_our_own_rows_and_ranges_nest
@@ -170,7 +169,8 @@ pytestmark = [
 
 @cache
 def _functions(file: str) -> frozenset[str]:
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    (path,) = TESTS.rglob(file)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
@@ -182,9 +182,8 @@ def test_every_trouble_has_a_row() -> None:
 def test_the_tests_of_a_row_exist(row: list[str]) -> None:
     assert len(row) > 1
     for named in row[1:]:
-        place, _, function = named.partition("::")
-        folder, _, module = place.rpartition("/")
-        assert f"test_{function}" in _functions(f"{folder}/test_{module}.py".removeprefix("/")), named
+        module, _, function = named.partition("::")
+        assert f"test_{function}" in _functions(f"test_{module}.py"), named
 
 
 # What no other file tests

@@ -12,9 +12,9 @@ from types import FrameType
 import pytest
 from synthetic_trace import SyntheticTrace
 
-from tlk_tracking.annotate import import_trace
-from tlk_tracking.kineto_events import read_trace
-from tlk_tracking.trace_blocks import TraceBlocks
+from tlk_tracking.attribution.annotate import import_trace
+from tlk_tracking.attribution.kineto.kineto_events import read_trace
+from tlk_tracking.attribution.kineto.trace_blocks import TraceBlocks
 
 EVENTS_OF_A_CALL = 5
 SMALL, MIDDLE, LARGE = 1200, 2400, 4800

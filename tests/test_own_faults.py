@@ -20,12 +20,13 @@ from soak_figures import SOAK, TIMEOUT_S, tell
 
 import tlk_tracking
 import tlk_tracking.callbacks
-from tlk_tracking import profiler_session, window_worker
-from tlk_tracking.annotate import annotate
+from tlk_tracking.attribution.annotate import annotate
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.outbox import Delivery, DeliveryState, Outbox
-from tlk_tracking.torch_private import dispatch_mode_stack, pop_dispatch_mode, set_profiler_flag
-from tlk_tracking.window_carriers import Begin
+from tlk_tracking.delivery import worker as window_worker
+from tlk_tracking.delivery.carriers import Begin
+from tlk_tracking.delivery.outbox import Delivery, DeliveryState, Outbox
+from tlk_tracking.recording import profiler_session
+from tlk_tracking.recording.torch_private import dispatch_mode_stack, pop_dispatch_mode, set_profiler_flag
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

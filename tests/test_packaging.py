@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
+from paths import TOP
 
-TOP = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tlk_tracking", "callbacks")
 
 

@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from fault_cells import AFTER_THE_STEP, When, Where
 from fault_programs.signal_cells import SAVING
+from paths import SUPPORT
 from soak_figures import SOAK, TIMEOUT_S, tell
 
-from tlk_tracking.annotate import annotate
-from tlk_tracking.annotation import load_annotation
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.records import GapReason
+from tlk_tracking.annotation.kernel_annotation import load_annotation
+from tlk_tracking.attribution.annotate import annotate
+from tlk_tracking.core.records import GapReason
+from tlk_tracking.delivery.outbox import Outbox
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
@@ -53,7 +54,7 @@ def _run(asked: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
     )
     return {one["name"]: one for one in map(json.loads, done.stdout.splitlines())}
 

@@ -6,17 +6,18 @@ Importing the package loads neither torch, lightning, mlflow nor pandas: names a
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotate import import_trace
-    from tlk_tracking.annotation import KernelAnnotation, load_annotation
-    from tlk_tracking.comparison import compare_annotations
-    from tlk_tracking.errors import TlkError
-    from tlk_tracking.mlflow_tracking import load_run, log_annotation
-    from tlk_tracking.recording import record_kernels
-    from tlk_tracking.records import AtenCall, Bound, KernelLaunch
-    from tlk_tracking.across_runs import compare_runs, kernel_history
+    from tlk_tracking.analysis.comparison import compare_annotations
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation, load_annotation
+    from tlk_tracking.attribution.annotate import import_trace
+    from tlk_tracking.core.errors import TlkError
+    from tlk_tracking.core.records import AtenCall, Bound, KernelLaunch
+    from tlk_tracking.recording.block_recording import record_kernels
+    from tlk_tracking.tracking.across_runs import compare_runs, kernel_history
+    from tlk_tracking.tracking.mlflow_tracking import load_run, log_annotation
 
 __version__ = "0.1.0"
 
@@ -37,20 +38,25 @@ __all__ = [
 ]
 
 _HOME = {
-    "AtenCall": "records",
-    "Bound": "records",
-    "KernelAnnotation": "annotation",
-    "KernelLaunch": "records",
-    "TlkError": "errors",
-    "compare_annotations": "comparison",
-    "compare_runs": "across_runs",
-    "import_trace": "annotate",
-    "kernel_history": "across_runs",
-    "load_annotation": "annotation",
-    "load_run": "mlflow_tracking",
-    "log_annotation": "mlflow_tracking",
-    "record_kernels": "recording",
+    "AtenCall": "core.records",
+    "Bound": "core.records",
+    "KernelAnnotation": "annotation.kernel_annotation",
+    "KernelLaunch": "core.records",
+    "TlkError": "core.errors",
+    "compare_annotations": "analysis.comparison",
+    "compare_runs": "tracking.across_runs",
+    "import_trace": "attribution.annotate",
+    "kernel_history": "tracking.across_runs",
+    "load_annotation": "annotation.kernel_annotation",
+    "load_run": "tracking.mlflow_tracking",
+    "log_annotation": "tracking.mlflow_tracking",
+    "record_kernels": "recording.block_recording",
 }
+
+
+# In a checkout, callbacks/ stands beside this folder and not in it, where an installed package has it.
+if Path(__file__).parents[1].joinpath("callbacks", "kernel_telemetry.py").is_file():
+    __path__.append(str(Path(__file__).parents[1]))
 
 
 def __getattr__(name: str) -> object:

@@ -16,7 +16,7 @@ from plain_profiler import profiled, work_of
 from recorded_window import work_of_launches
 from torch import Tensor, nn
 
-from tlk_tracking.fused_kernels import FusedKernels
+from tlk_tracking.recording.fused_kernels import FusedKernels
 
 MAX_BYTES = 100_000
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from paths import SUPPORT
 
 Check = Callable[[str, str, object, object], None]
-TESTS = Path(__file__).parent.parent
 
 # A process of its own: cuBLAS reads its part of determinism when it starts.
 _PROGRAM = """
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from lightning_fits import Telemetry
 from torch.utils.data import DataLoader, TensorDataset
+from paths import SUPPORT
 
 warnings.simplefilter("ignore")
 recorded, precision, compiled, folder = json.loads(sys.argv[1])
@@ -85,7 +86,7 @@ def _run(folder: Path, *, recorded: bool, precision: str, compiled: bool) -> dic
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         },
     )

@@ -14,7 +14,7 @@ from recorded_window import recorded, work_of_launches
 from torch import nn
 
 from tlk_tracking import KernelAnnotation, record_kernels
-from tlk_tracking.fused_kernels import FusedKernels
+from tlk_tracking.recording.fused_kernels import FusedKernels
 
 Check = Callable[[str, str, object, object], None]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tlk_tracking import KernelAnnotation, compare_annotations, record_kernels
-from tlk_tracking.comparison import Comparison
-from tlk_tracking.comparison_rows import Row
-from tlk_tracking.intervals import Verdict
+from tlk_tracking.analysis.comparison import Comparison
+from tlk_tracking.analysis.comparison_rows import Row
+from tlk_tracking.analysis.verdicts import Verdict
 
 Check = Callable[[str, str, object, object], None]
 

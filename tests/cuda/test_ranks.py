@@ -21,19 +21,19 @@ from typing import Any
 
 import pytest
 import torch
+from paths import SUPPORT
 from plain_profiler import Work, read_records
 from recorded_window import count_work
 
 from tlk_tracking import KernelAnnotation, load_run
-from tlk_tracking.outbox import Outbox
-from tlk_tracking.rank_summary import RankSummary, summarize_ranks
-from tlk_tracking.records import StepOutcome
+from tlk_tracking.analysis.rank_summary import RankSummary, summarize_ranks
+from tlk_tracking.core.records import StepOutcome
+from tlk_tracking.delivery.outbox import Outbox
 
 Check = Callable[[str, str, object, object], None]
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-TESTS = Path(__file__).parent.parent
 FIRST, ACTIVE = 13, 5
 STEPS = range(FIRST, FIRST + ACTIVE)
 RANKS = (0, 1)
@@ -82,13 +82,13 @@ def run_world(
         "folder": str(folder), "uri": uri, "world_size": len(RANKS), "fits": fits, "port": port, "device": "cuda",
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(plan))
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = []
     for rank in RANKS:
         with (folder / f"rank_{rank}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(TESTS / "rank_fits.py"), str(folder / "plan.json"), str(rank)],
+                    [sys.executable, str(SUPPORT / "rank_fits.py"), str(folder / "plan.json"), str(rank)],
                     cwd=folder,
                     env={**os.environ, "PYTHONPATH": path, **environment},
                     stdout=log,

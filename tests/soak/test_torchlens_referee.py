@@ -15,11 +15,11 @@ import pytest
 from tlk_tracking import KernelAnnotation, import_trace
 
 pytest.importorskip("torchlens", reason="torchlens is only in the environment of scripts/referee")
+from paths import DATA
 from torchlens._io.forgery_validation import _validate_kernel_telemetry
 from torchlens.kernel_telemetry import _payload_from_events, _TelemetryPayload
 from torchlens.observability._kineto import NormalizedEvent, _normalize_chrome_event
 
-DATA = Path(__file__).parent.parent / "data"
 TRACES = sorted(path.name.removesuffix(".ops.json") for path in DATA.glob("*.ops.json"))
 
 # (ATen call, runtime correlation, launch name, µs)

@@ -9,8 +9,8 @@ from typing import NoReturn, cast
 import click
 
 from tlk_tracking.cli.terminal import prepare_output
-from tlk_tracking.errors import TlkError
-from tlk_tracking.text import visible
+from tlk_tracking.core.errors import TlkError
+from tlk_tracking.core.text import visible
 
 _MESSAGE_LENGTH = 2000
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from tlk_tracking.cli.terminal import writing
 from tlk_tracking.cli.parameters import GIVEN, FiniteRange
-from tlk_tracking.cli.terminal import opening
 from tlk_tracking.cli.targets import open_target
+from tlk_tracking.cli.terminal import opening, writing
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
-    from tlk_tracking.comparison import Comparison
+    from tlk_tracking.analysis.comparison import Comparison
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 _TABLES = ("total", "phase", "module", "call", "kernel")
 
@@ -89,8 +88,8 @@ def command(
     """
     if all_ranks and ranks:
         raise click.UsageError("--all-ranks pools every rank; leave out --rank")
-    from tlk_tracking.comparison import compare_annotations, distinct_labels
-    from tlk_tracking.time_samples import Thresholds
+    from tlk_tracking.analysis.comparison import compare_annotations, distinct_labels
+    from tlk_tracking.analysis.time_samples import Thresholds
 
     targets = (baseline, *candidates)
     comparison = compare_annotations(
@@ -101,7 +100,7 @@ def command(
     )
     _print(comparison, output, top)
     if html is not None:
-        from tlk_tracking.comparison_report import render_comparison
+        from tlk_tracking.report.comparison_report import render_comparison
 
         page = render_comparison(comparison)
         with writing(html):
@@ -122,8 +121,8 @@ def _open(
     windows: Sequence[int] | None,
     ranks: Sequence[int] | Literal["all"] | None,
 ) -> list[list[KernelAnnotation]]:
-    from tlk_tracking.comparison import choose_annotations
-    from tlk_tracking.rank_summary import missing_annotations
+    from tlk_tracking.analysis.comparison import choose_annotations
+    from tlk_tracking.analysis.rank_summary import missing_annotations
 
     sides = []
     for target in opening(targets):
@@ -136,11 +135,11 @@ def _open(
 
 def _print(comparison: Comparison, output: str | None, top: int) -> None:
     if output == "json":
-        from tlk_tracking.comparison_json import comparison_json
+        from tlk_tracking.report.comparison_json import comparison_json
 
         click.echo(json.dumps(comparison_json(comparison), sort_keys=True, allow_nan=False, indent=2))
     elif output == "csv":
-        from tlk_tracking.comparison_json import comparison_csv
+        from tlk_tracking.report.comparison_json import comparison_csv
 
         click.echo(comparison_csv(comparison), nl=False)
     else:
@@ -158,9 +157,9 @@ def _fails(
     max_launch_increase: float,
 ) -> bool:
     """Say on standard error which rows fail the check, and return whether one does."""
-    from tlk_tracking.text import visible
-    from tlk_tracking.key_text import show_key
-    from tlk_tracking.regression import find_regressions
+    from tlk_tracking.analysis.regression import find_regressions
+    from tlk_tracking.core.text import visible
+    from tlk_tracking.report.row_names import show_key
 
     found = find_regressions(
         comparison,

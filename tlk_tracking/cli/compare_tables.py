@@ -6,21 +6,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tlk_tracking.analysis.comparison import Comparison, Side
+from tlk_tracking.analysis.comparison_rows import CHANGES, Row
+from tlk_tracking.analysis.step_tables import TableName
+from tlk_tracking.analysis.verdicts import Verdict
 from tlk_tracking.cli.terminal import open_narrow_console
-from tlk_tracking.comparison import Comparison, Side
-from tlk_tracking.comparison_rows import CHANGES, Row
-from tlk_tracking.comparison_text import (
+from tlk_tracking.core.text import plural, show_number, visible
+from tlk_tracking.report.comparison_text import (
     TITLES,
     show_change,
     show_fact,
     show_side,
     why_undecided,
 )
-from tlk_tracking.text import visible
-from tlk_tracking.intervals import Verdict
-from tlk_tracking.key_text import show_key
-from tlk_tracking.text import plural, show_number
-from tlk_tracking.step_tables import TableName
+from tlk_tracking.report.row_names import show_key
 
 _STYLES = {
     Verdict.ADDED: "yellow",

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from tlk_tracking.cli.parameters import GIVEN, FiniteRange
-from tlk_tracking.outbox import DEFAULT_FOLDER
+from tlk_tracking.delivery.outbox import DEFAULT_FOLDER
 
 _COLORS = {"ok": "green", "note": "yellow", "fail": "red"}
 
@@ -42,7 +42,7 @@ def command(as_json: bool, tracking_uri: str | None, outbox: Path, deadline: flo
 
     Exit code 1 if a recording would be `unavailable`.
     """
-    from tlk_tracking.doctor import diagnose
+    from tlk_tracking.cli.diagnosis import diagnose
 
     diagnosis = diagnose(tracking_uri=tracking_uri, outbox=outbox, deadline_s=deadline, write=not no_write)
     if as_json:

@@ -35,11 +35,10 @@ def command(
     tracking_uri: str | None,
 ) -> None:
     """Write one annotation of TARGET as a timeline with an arrow for each relation."""
-    from tlk_tracking.cli.terminal import writing
-    from tlk_tracking.cli.terminal import reading
-    from tlk_tracking.text import plural
-    from tlk_tracking.perfetto import write_perfetto
-    from tlk_tracking.timeline import lay_out, times_in_trace, times_of_launches
+    from tlk_tracking.cli.terminal import reading, writing
+    from tlk_tracking.core.text import plural
+    from tlk_tracking.report.perfetto import write_perfetto
+    from tlk_tracking.report.timeline import lay_out, times_in_trace, times_of_launches
 
     annotation = choose(open_target(target, tracking_uri=tracking_uri), window=window, rank=rank)
     if trace is None:

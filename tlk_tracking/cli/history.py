@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Show a number of every run of EXPERIMENT (name or id) that has kernel telemetry, oldest first."""
     from tlk_tracking.cli.server import bounded_requests
-    from tlk_tracking.across_runs import kernel_history
+    from tlk_tracking.tracking.across_runs import kernel_history
 
     if bool(table) != bool(keys):
         raise click.UsageError("--table and --key go together, as in --table call --key operator=aten.mm")
@@ -48,7 +48,7 @@ def command(
     if output == "json":
         click.echo(json.dumps(_records(frame), sort_keys=True, allow_nan=False, indent=2))
     elif output == "csv":
-        from tlk_tracking.text import csv_cell
+        from tlk_tracking.core.text import csv_cell
 
         texts = frame.select_dtypes(exclude=["number", "bool", "datetimetz"]).columns
         inert = frame.assign(
@@ -91,7 +91,7 @@ def _print(frame: pd.DataFrame, experiment: str) -> None:
     from rich.text import Text
 
     from tlk_tracking.cli.terminal import open_narrow_console
-    from tlk_tracking.text import visible
+    from tlk_tracking.core.text import visible
 
     if frame.empty:
         click.echo(f"no run of {visible(experiment)} has kernel telemetry")

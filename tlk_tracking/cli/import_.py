@@ -13,12 +13,12 @@ import click
 
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import RUN_PREFIX, run_id_of
-from tlk_tracking.tracking_uri import without_credentials
-from tlk_tracking.errors import AnnotationError
-from tlk_tracking.text import plural
+from tlk_tracking.core.errors import AnnotationError
+from tlk_tracking.core.text import plural
+from tlk_tracking.tracking.tracking_uri import without_credentials
 
 if TYPE_CHECKING:
-    from tlk_tracking.trace_set import ImportedTrace
+    from tlk_tracking.attribution.import_traces import ImportedTrace
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FILE_OR_FOLDER = click.Path(exists=True, path_type=Path)
@@ -60,8 +60,8 @@ def command(
     torch.profiler, Lightning's PyTorchProfiler, accelerate and torchtitan write such traces. Traces of the
     same first step are the ranks of one window.
     """
+    from tlk_tracking.attribution.import_traces import find_traces, import_traces
     from tlk_tracking.cli.terminal import reading
-    from tlk_tracking.trace_set import find_traces, import_traces
 
     if out is None and run is None and experiment is None:
         raise click.UsageError("give --out DIR, --run RUN_ID or --experiment NAME")
@@ -99,7 +99,7 @@ def _refuse_standing(folders: Sequence[Path]) -> None:
 
 def _refuse_missing(run_id: str, tracking_uri: str | None) -> None:
     from tlk_tracking.cli.server import bounded_requests
-    from tlk_tracking.mlflow_store import check_run
+    from tlk_tracking.tracking.mlflow_store import check_run
 
     with bounded_requests(tracking_uri):
         check_run(run_id, tracking_uri)
@@ -118,8 +118,8 @@ def _send(
     tracking_uri: str | None,
 ) -> str:
     from tlk_tracking.cli.server import SENDING_S, bounded_requests
-    from tlk_tracking.mlflow_store import create_finished_run
-    from tlk_tracking.mlflow_tracking import log_annotation
+    from tlk_tracking.tracking.mlflow_store import create_finished_run
+    from tlk_tracking.tracking.mlflow_tracking import log_annotation
 
     with bounded_requests(tracking_uri, limit_s=SENDING_S):
         if run_id is None:
@@ -131,7 +131,7 @@ def _send(
 
 
 def _print(imported: tuple[ImportedTrace, ...]) -> None:
-    from tlk_tracking.trace_set import what_is_missing
+    from tlk_tracking.attribution.import_traces import what_is_missing
 
     missing: Counter[str] = Counter()
     for one in imported:

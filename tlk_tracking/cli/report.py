@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from tlk_tracking.cli.terminal import writing
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
+from tlk_tracking.cli.terminal import writing
 
 
 @click.command("report")
@@ -22,8 +22,8 @@ def command(target: str, html: Path, window: int | None, rank: int | None, track
 
     Of a window of several ranks, one rank's numbers and all ranks side by side; --rank leaves the others out.
     """
-    from tlk_tracking.rank_summary import same_window, summarize_ranks
-    from tlk_tracking.report import render_report
+    from tlk_tracking.analysis.rank_summary import same_window, summarize_ranks
+    from tlk_tracking.report.annotation_report import render_report
 
     annotations = open_target(target, tracking_uri=tracking_uri)
     annotation = choose(annotations, window=window, rank=rank)

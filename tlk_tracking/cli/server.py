@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 import click
 
-from tlk_tracking.tracking_uri import without_credentials
-from tlk_tracking.text import visible
-from tlk_tracking.tracking_uri import request_limits
+from tlk_tracking.core.text import visible
+from tlk_tracking.tracking.tracking_uri import request_limits, without_credentials
 
 # A request may take a third of it and is tried twice: a server that says nothing is given up after half a minute.
 _READING_S = 45.0

@@ -11,7 +11,7 @@ from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import choose, open_target
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 
 @click.command("show")
@@ -51,7 +51,7 @@ def command(
         _show_by(annotation, by, as_json=as_json, top=top)
         return
     if as_json:
-        from tlk_tracking.summary import facts
+        from tlk_tracking.analysis.metrics import facts
 
         click.echo(json.dumps(facts(annotation), sort_keys=True, allow_nan=False, indent=2))
         return
@@ -70,8 +70,8 @@ def command(
 def _show_ranks(
     annotations: tuple[KernelAnnotation, ...], one: KernelAnnotation, *, as_json: bool, top: int
 ) -> None:
+    from tlk_tracking.analysis.rank_summary import same_window, summarize_ranks
     from tlk_tracking.cli import show_ranks
-    from tlk_tracking.rank_summary import same_window, summarize_ranks
 
     summary = summarize_ranks(same_window(annotations, one))
     if as_json:

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tlk_tracking.annotation import module_table
+from tlk_tracking.analysis.step_counts import count_steps, known_call_keys
+from tlk_tracking.analysis.step_tables import TableName, decode_key
+from tlk_tracking.annotation.kernel_annotation import module_table
+from tlk_tracking.annotation.module_summary import MODULE_MEASURES
 from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.text import visible
-from tlk_tracking.key_text import show_key
-from tlk_tracking.module_summary import MODULE_MEASURES
-from tlk_tracking.text import show_number
-from tlk_tracking.records import Availability, Bound
-from tlk_tracking.step_counts import count_steps, known_call_keys
-from tlk_tracking.step_tables import TableName, decode_key
+from tlk_tracking.core.records import Availability, Bound
+from tlk_tracking.core.text import show_number, visible
+from tlk_tracking.report.row_names import show_key
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 _MEASURES = {"aten_calls": "calls", "launches": "launches", "device_time_ms": "device ms"}
 ROOT = "(the model itself)"

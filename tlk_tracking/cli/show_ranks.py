@@ -11,11 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.text import short_kernel, visible
-from tlk_tracking.text import show_number
-from tlk_tracking.rank_parts import RankPart
-from tlk_tracking.rank_summary import (
+from tlk_tracking.analysis.rank_summary import (
     RankSummary,
     Spread,
     missing_annotations,
@@ -24,10 +20,13 @@ from tlk_tracking.rank_summary import (
     say_slowest,
     summarize_ranks,
 )
-from tlk_tracking.records import Bound
+from tlk_tracking.analysis.rank_work import RankPart
+from tlk_tracking.cli.terminal import open_console
+from tlk_tracking.core.records import Bound
+from tlk_tracking.core.text import short_kernel, show_number, visible
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 _TITLES = {"launches": "launches", "device_time_ms": "device ms"}
 

@@ -8,14 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tlk_tracking.analysis.metrics import launch_summary, metrics
 from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.text import short_kernel, visible
-from tlk_tracking.text import SIGNS
-from tlk_tracking.records import Availability, Bound, CallSource, Phase
-from tlk_tracking.summary import launch_summary, metrics
+from tlk_tracking.core.records import Availability, Bound, CallSource, Phase
+from tlk_tracking.core.text import SIGNS, short_kernel, visible
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 _PHASES = tuple(phase.value for phase in Phase)
 

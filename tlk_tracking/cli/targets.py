@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlk_tracking.errors import AnnotationError, ConfigurationError
-from tlk_tracking.places import MANIFEST_FILE, find_annotation_folders
+from tlk_tracking.core.errors import AnnotationError, ConfigurationError
+from tlk_tracking.core.places import MANIFEST_FILE, find_annotation_folders
 
 if TYPE_CHECKING:
-    from tlk_tracking.annotation import KernelAnnotation
+    from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 
 RUN_PREFIX = "runs:/"
 
@@ -27,11 +27,11 @@ def open_target(target: str, *, tracking_uri: str | None = None) -> tuple[Kernel
     if target.startswith(RUN_PREFIX):
         run_id = run_id_of(target)
         from tlk_tracking.cli.server import bounded_requests
-        from tlk_tracking.mlflow_tracking import load_run
+        from tlk_tracking.tracking.mlflow_tracking import load_run
 
         with bounded_requests(tracking_uri):
             return load_run(run_id, tracking_uri).annotations
-    from tlk_tracking.annotation import load_annotation
+    from tlk_tracking.annotation.kernel_annotation import load_annotation
 
     folder = Path(target)
     if not folder.is_dir():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlk_tracking.errors import ConfigurationError
+from tlk_tracking.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -10,7 +10,7 @@ import click
 
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.server import SENDING_S, bounded_requests
-from tlk_tracking.outbox import DEFAULT_FOLDER, Delivery, DeliveryState, Entry, Outbox, RawWindow
+from tlk_tracking.delivery.outbox import DEFAULT_FOLDER, Delivery, DeliveryState, Entry, Outbox, RawWindow
 
 _Item = TypeVar("_Item", RawWindow, Entry)
 
@@ -49,7 +49,7 @@ def command(folder: Path, tracking_uri: str | None) -> None:
 
 
 def _deliver_all(outbox: Outbox, tracking_uri: str | None) -> list[Delivery]:
-    from tlk_tracking.delivery import send, settle
+    from tlk_tracking.delivery.delivery_loop import send, settle
 
     settled = list(_tracked("annotating", outbox.raw_windows(), lambda window: settle(outbox, window)))
     # A window that is no annotation yet is left; the others are among the entries now.

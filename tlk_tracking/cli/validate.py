@@ -8,10 +8,9 @@ import click
 
 from tlk_tracking.cli.parameters import GIVEN
 from tlk_tracking.cli.targets import open_target
-from tlk_tracking.errors import AnnotationError
-from tlk_tracking.text import visible
-from tlk_tracking.text import plural
-from tlk_tracking.records import Availability
+from tlk_tracking.core.errors import AnnotationError
+from tlk_tracking.core.records import Availability
+from tlk_tracking.core.text import plural, visible
 
 
 @click.command("validate")

@@ -1,0 +1,1 @@
+"""From KernelAnnotations to numbers and verdicts."""

@@ -1,0 +1,1 @@
+"""One window's record: in memory, on disk, checked and counted."""

@@ -1,0 +1,1 @@
+"""From a trace file to typed event columns."""

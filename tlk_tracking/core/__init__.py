@@ -1,0 +1,1 @@
+"""The words that all rooms use: records, gaps, places, texts, errors."""

@@ -1,0 +1,1 @@
+"""From a training step to a raw window; torch is used here."""

@@ -1,0 +1,1 @@
+"""From numbers and verdicts to texts, pages and timelines."""

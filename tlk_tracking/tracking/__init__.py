@@ -1,0 +1,1 @@
+"""Between KernelAnnotations and MLflow runs."""
