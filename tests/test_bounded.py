@@ -17,7 +17,7 @@ from fault_cells import Cell, Where, run_cell
 from lightning_fits import COMPLETE, Telemetry
 from soak_figures import SOAK, TIMEOUT_S, tell
 
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.recording.call_markers import CallMarkers
 from tlk_tracking.recording.window_recorder import WindowRecorder
 

@@ -134,7 +134,7 @@ def test_every_page_of_the_site_is_in_its_navigation() -> None:
 
 
 def test_every_gap_is_explained() -> None:
-    from tlk_tracking.core.records import GapReason
+    from tlk_tracking.core.gaps import GapReason
 
     text = (TOP / "docs" / "concepts.md").read_text()
     assert [reason.value for reason in GapReason if f"`{reason.value}`" not in text] == []

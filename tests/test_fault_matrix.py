@@ -27,7 +27,7 @@ from lightning_fits import Telemetry
 
 from tlk_tracking.annotation.kernel_annotation import load_annotation
 from tlk_tracking.attribution.annotate import annotate
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.delivery.outbox import Outbox
 
 pytestmark = [

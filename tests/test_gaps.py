@@ -12,7 +12,7 @@ from synthetic_trace import BACKWARD, FOREIGN, WINDOW, SyntheticTrace, one_step
 from tlk_tracking.analysis.metrics import facts
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.attribution.annotate import annotate, import_trace
-from tlk_tracking.core.records import Gap, GapReason
+from tlk_tracking.core.gaps import Gap, GapReason
 
 EXACT = dict.fromkeys(
     (

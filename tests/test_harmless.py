@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.delivery import carriers
 from tlk_tracking.delivery.outbox import Outbox
 from tlk_tracking.delivery.worker import WindowWorker

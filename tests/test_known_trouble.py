@@ -27,7 +27,7 @@ from torch import Tensor
 from tlk_tracking.analysis.metrics import metrics
 from tlk_tracking.attribution.annotate import annotate
 from tlk_tracking.callbacks import KernelTelemetry
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 from tlk_tracking.delivery.outbox import Outbox
 from tlk_tracking.delivery.worker import WindowWorker
 from tlk_tracking.tracking.tracking_uri import Destination
@@ -169,9 +169,8 @@ pytestmark = [
 
 @cache
 def _functions(file: str) -> frozenset[str]:
-    (path,) = TESTS.rglob(file)
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in TESTS.rglob(file)]
+    return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
 def test_every_trouble_has_a_row() -> None:

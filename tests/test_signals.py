@@ -19,7 +19,7 @@ from soak_figures import SOAK, TIMEOUT_S, tell
 
 from tlk_tracking.annotation.kernel_annotation import load_annotation
 from tlk_tracking.attribution.annotate import annotate
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.delivery.outbox import Outbox
 
 pytestmark = [

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tlk_tracking.annotation.kernel_annotation import KernelAnnotation, load_annotation
     from tlk_tracking.attribution.annotate import import_trace
     from tlk_tracking.core.errors import TlkError
-    from tlk_tracking.core.records import AtenCall, Bound, KernelLaunch
+    from tlk_tracking.core.gaps import Bound
+    from tlk_tracking.core.records import AtenCall, KernelLaunch
     from tlk_tracking.recording.block_recording import record_kernels
     from tlk_tracking.tracking.across_runs import compare_runs, kernel_history
     from tlk_tracking.tracking.mlflow_tracking import load_run, log_annotation
@@ -39,7 +40,7 @@ __all__ = [
 
 _HOME = {
     "AtenCall": "core.records",
-    "Bound": "core.records",
+    "Bound": "core.gaps",
     "KernelAnnotation": "annotation.kernel_annotation",
     "KernelLaunch": "core.records",
     "TlkError": "core.errors",

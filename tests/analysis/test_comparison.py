@@ -24,9 +24,9 @@ from tlk_tracking.analysis.comparison_rows import CHANGES, Row
 from tlk_tracking.analysis.step_tables import CALL_MEASURES, TIME_MEASURES, TableName
 from tlk_tracking.analysis.verdicts import Verdict
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
-from tlk_tracking.annotation.totals import LOSES_ANYTHING
 from tlk_tracking.core.errors import ComparisonError
-from tlk_tracking.core.records import Availability, Bound, CallSource, GapReason, StepOutcome
+from tlk_tracking.core.gaps import LOSES_ANYTHING, Bound, GapReason
+from tlk_tracking.core.records import Availability, CallSource, StepOutcome
 
 REAL = (
     "eager_transformer",

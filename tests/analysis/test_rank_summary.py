@@ -19,13 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlk_tracking import KernelAnnotation, import_trace
-from tlk_tracking.analysis.rank_summary import RankSummary, Spread, same_window, summarize_ranks
+from tlk_tracking.analysis.rank_summary import (
+    RankSummary,
+    Spread,
+    missing_ranks,
+    same_window,
+    summarize_ranks,
+)
 from tlk_tracking.analysis.rank_work import Communication, covered_ns, part_rank
 from tlk_tracking.annotation.manifest import GapRow
 from tlk_tracking.cli import tlk
 from tlk_tracking.core.errors import ComparisonError, ConfigurationError
-from tlk_tracking.core.records import Bound, GapReason
-from tlk_tracking.recording.recording_ranks import choose_ranks, missing_ranks, recording_in
+from tlk_tracking.core.gaps import Bound, GapReason
+from tlk_tracking.recording.recording_ranks import choose_ranks, recording_in
 from tlk_tracking.report.annotation_report import render_report
 
 SESSION = "dd000000"

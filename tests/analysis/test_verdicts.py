@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import TOP
 
-from tlk_tracking.analysis.verdicts import Interval, Verdict, decide, interval, weakest
-from tlk_tracking.core.records import Bound
+from tlk_tracking.analysis.verdicts import Interval, Verdict, decide, interval
+from tlk_tracking.core.gaps import Bound, weakest
 
 # The truth table is that of the documentation; a dash is UNDECIDED.
 DOCUMENT = TOP / "docs" / "comparing.md"

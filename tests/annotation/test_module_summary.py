@@ -7,7 +7,7 @@ from synthetic_trace import table_of
 
 from tlk_tracking.annotation.module_summary import summarize_modules
 from tlk_tracking.annotation.schemas import ATEN_CALLS, KERNEL_LAUNCHES
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 
 
 def _calls(*rows: tuple[int | None, str | None]) -> pa.Table:

@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 from synthetic_trace import table_of
 
 from tlk_tracking.annotation.schemas import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
-from tlk_tracking.annotation.totals import (
-    COUNTS,
-    TIMES,
-    Bounded,
-    Totals,
-    bound_of_unattributed,
-    count_totals,
-    union_ns,
-)
-from tlk_tracking.core.records import Availability, Bound, GapReason
+from tlk_tracking.annotation.totals import COUNTS, TIMES, Bounded, Totals, count_totals, union_ns
+from tlk_tracking.core.gaps import Bound, GapReason, bound_of_unattributed
+from tlk_tracking.core.records import Availability
 
 LAUNCH = {
     "attribution_status": "attributed", "kind": "kernel", "step": 1, "device": 0, "stream": 7, "duration": 2.0,

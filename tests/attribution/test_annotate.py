@@ -13,7 +13,8 @@ from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.annotation.schemas import ATEN_CALLS
 from tlk_tracking.attribution.annotate import annotate, import_trace
 from tlk_tracking.core.errors import TraceError
-from tlk_tracking.core.records import Environment, Gap, GapReason, StepBracket, StepOutcome
+from tlk_tracking.core.gaps import Gap, GapReason
+from tlk_tracking.core.records import Environment, StepBracket, StepOutcome
 
 
 def _measured(annotation: KernelAnnotation, real: RealTrace) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from recorded_window import work_of_launches
 from tlk_tracking import KernelAnnotation
 from tlk_tracking.analysis.metrics import metrics
 from tlk_tracking.annotation.kernel_annotation import module_table
-from tlk_tracking.core.records import Bound, Phase
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Phase
 from tlk_tracking.report.annotation_report import render_report
 
 NAMES = sorted(path.name.removesuffix(".window.json") for path in CAPTURED.glob("*.window.json"))

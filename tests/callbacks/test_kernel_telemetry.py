@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.callbacks import KernelTelemetry
 from tlk_tracking.core.errors import ConfigurationError
-from tlk_tracking.core.records import GapReason, WindowSource
+from tlk_tracking.core.gaps import GapReason
+from tlk_tracking.core.records import WindowSource
 from tlk_tracking.recording.torch_private import dispatch_mode_stack, profiled_here, profiler_flag
 
 pytestmark = [

@@ -14,7 +14,7 @@ from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.attribution.annotate import import_trace
 from tlk_tracking.cli import tlk
 from tlk_tracking.core.errors import ComparisonError, ConfigurationError, TlkError
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 
 ROW_FIELDS = {
     "table",

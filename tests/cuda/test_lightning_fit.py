@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tlk_tracking import KernelAnnotation, load_run
-from tlk_tracking.core.records import Availability, Bound, StepOutcome
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Availability, StepOutcome
 from tlk_tracking.delivery.outbox import Outbox
 
 Check = Callable[[str, str, object, object], None]

@@ -7,7 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tlk_tracking import record_kernels
 from tlk_tracking.core.errors import RecordingError
-from tlk_tracking.core.records import GapReason, StepOutcome
+from tlk_tracking.core.gaps import GapReason
+from tlk_tracking.core.records import StepOutcome
 from tlk_tracking.recording.torch_private import dispatch_mode_stack
 
 

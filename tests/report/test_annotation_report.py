@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from tlk_tracking.analysis.comparison import Comparison, compare_annotations
 from tlk_tracking.annotation.kernel_annotation import REPORT_FILE, KernelAnnotation
 from tlk_tracking.cli import tlk
-from tlk_tracking.core.records import Availability, GapReason
+from tlk_tracking.core.gaps import GapReason
+from tlk_tracking.core.records import Availability
 from tlk_tracking.report.annotation_report import render_report
 from tlk_tracking.report.charts import Bar, draw_bars
 from tlk_tracking.report.comparison_report import render_comparison

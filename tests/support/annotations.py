@@ -15,7 +15,8 @@ from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.annotation.manifest import GapRow, Number, StepRow
 from tlk_tracking.annotation.totals import count_totals
 from tlk_tracking.attribution.annotate import import_trace
-from tlk_tracking.core.records import Availability, GapReason, StepOutcome
+from tlk_tracking.core.gaps import GapReason
+from tlk_tracking.core.records import Availability, StepOutcome
 
 
 @cache

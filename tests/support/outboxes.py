@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.attribution.annotate import annotate
-from tlk_tracking.core.records import Gap, StepBracket, StepOutcome, WindowFacts, WindowSource
+from tlk_tracking.core.gaps import Gap
+from tlk_tracking.core.records import StepBracket, StepOutcome, WindowFacts, WindowSource
 from tlk_tracking.delivery.outbox import Outbox, RawWindow
 from tlk_tracking.tracking.tracking_uri import Destination
 

@@ -15,7 +15,7 @@ from tlk_tracking.analysis.verdicts import Verdict
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.cli import tlk
 from tlk_tracking.core.errors import ComparisonError, TrackingError
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.tracking.across_runs import HISTORY_COLUMNS, compare_runs, kernel_history
 from tlk_tracking.tracking.mlflow_tracking import log_annotation
 

@@ -55,7 +55,7 @@ def root(pair: list[KernelAnnotation], tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_every_annotation_is_found_with_its_run_window_and_rank(root: Path) -> None:
-    assert [(each.run, each.first_step, each.session, each.rank) for each in find_annotations(root)] == [
+    assert [tuple(each.partition.values()) for each in find_annotations(root)] == [
         (run, 2, session, rank) for run in RUNS for rank, session in enumerate(("dd000000", "dd000001"))
     ]
 
@@ -106,7 +106,7 @@ def test_runs_of_a_store_are_collected(
     log_annotation(pair[0], run_id, mlflow_sqlite)
     assert collect_runs([run_id], tmp_path / "collected", mlflow_sqlite) == 1
     (place,) = find_annotations(tmp_path / "collected")
-    assert (place.run, place.rank) == (run_id, 0)
+    assert (place.run, place.window.rank) == (run_id, 0)
     assert load_annotation(place.folder).launch_table.equals(pair[0].launch_table)
 
 

@@ -22,7 +22,7 @@ from tlk_tracking.analysis import metrics as summary
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.attribution.annotate import import_trace
 from tlk_tracking.core.errors import AnnotationError, TrackingError
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 from tlk_tracking.tracking.mlflow_tracking import (
     load_run,
     log_annotation,

@@ -18,7 +18,7 @@ from tlk_tracking.analysis.step_tables import (
 )
 from tlk_tracking.analysis.time_samples import Thresholds, judge, missing_samples, time_evidence
 from tlk_tracking.analysis.verdicts import Verdict, decide, interval
-from tlk_tracking.core.records import Bound, GapReason
+from tlk_tracking.core.gaps import Bound, GapReason
 
 CHANGES = (Verdict.ADDED, Verdict.REMOVED, Verdict.INCREASED, Verdict.DECREASED)
 _BY_CALL = (TableName.PHASE, TableName.MODULE, TableName.CALL)

@@ -11,23 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation, summary_table
-from tlk_tracking.annotation.totals import (
+from tlk_tracking.annotation.totals import count_totals, relations_of_calls
+from tlk_tracking.core.gaps import (
     LOSES_ANYTHING,
     LOSES_ATTRIBUTION,
     LOSES_CALLS,
     LOSES_TIME,
-    count_totals,
-    relations_of_calls,
-)
-from tlk_tracking.core.records import (
-    AttributionStatus,
-    Availability,
     Bound,
     GapReason,
-    LaunchKind,
-    Phase,
-    StepOutcome,
 )
+from tlk_tracking.core.records import AttributionStatus, Availability, LaunchKind, Phase, StepOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

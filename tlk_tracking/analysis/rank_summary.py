@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from tlk_tracking.analysis.rank_work import RankPart, is_communication, part_rank
-from tlk_tracking.analysis.verdicts import weakest
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.annotation.manifest import Manifest
 from tlk_tracking.core.errors import ComparisonError
+from tlk_tracking.core.gaps import Bound, weakest
 from tlk_tracking.core.places import window_folder
-from tlk_tracking.core.records import Bound, WindowSource
-from tlk_tracking.recording.recording_ranks import missing_ranks
+from tlk_tracking.core.records import RecordingRanks, WindowSource
 
 MEASURES = ("launches", "device_time_ms")
 TABLES = ("total", "phase", "operator", "kernel", "communication")
@@ -126,6 +125,16 @@ def missing_annotations(annotations: Iterable[KernelAnnotation]) -> tuple[str, .
             there={each.rank for each in manifests},
         )
     )
+
+
+def missing_ranks(
+    chosen: RecordingRanks | None, *, world_size: int, there: Collection[int]
+) -> tuple[int, ...]:
+    """Return the ranks that should have recorded a window and are not `there`; none where that is unknown."""
+    if chosen is None:
+        return ()
+    expected = range(world_size) if chosen == "all" else chosen
+    return tuple(rank for rank in expected if rank not in there)
 
 
 def summarize_ranks(annotations: Iterable[KernelAnnotation]) -> RankSummary:

@@ -11,14 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
-from tlk_tracking.annotation.totals import (
-    LOSES_ANYTHING,
-    LOSES_ATTRIBUTION,
-    LOSES_TIME,
-    bound_of,
-    relations_of_calls,
-)
-from tlk_tracking.core.records import Availability, Bound, CallSource, GapReason, LaunchKind
+from tlk_tracking.annotation.totals import relations_of_calls
+from tlk_tracking.core.gaps import LOSES_ANYTHING, LOSES_ATTRIBUTION, LOSES_TIME, Bound, GapReason, bound_of
+from tlk_tracking.core.records import Availability, CallSource, LaunchKind
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -20,16 +20,17 @@ from tlk_tracking.analysis.step_tables import (
     TableName,
 )
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
-from tlk_tracking.annotation.totals import (
+from tlk_tracking.annotation.totals import relations_of_calls, union_ns
+from tlk_tracking.core.gaps import (
     LOSES_ANYTHING,
     LOSES_ATTRIBUTION,
     LOSES_CALLS,
     LOSES_TIME,
+    Bound,
+    GapReason,
     bound_of,
-    relations_of_calls,
-    union_ns,
 )
-from tlk_tracking.core.records import Availability, Bound, GapReason, LaunchKind
+from tlk_tracking.core.records import Availability, LaunchKind
 
 Bools = npt.NDArray[np.bool_]
 

@@ -10,8 +10,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from tlk_tracking.analysis.verdicts import weakest
-from tlk_tracking.core.records import Bound, GapReason
+from tlk_tracking.core.gaps import Bound, GapReason, weakest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 
 
 class Verdict(StrEnum):
@@ -54,14 +53,6 @@ def decide(baseline: Interval, candidate: Interval) -> Verdict:
     if candidate.high < baseline.low:
         return _if_certain(candidate, absent=Verdict.REMOVED, present=Verdict.DECREASED)
     return Verdict.UNDECIDED
-
-
-def weakest(bounds: Iterable[Bound]) -> Bound:
-    """Return the bound of a sum whose parts have these bounds."""
-    found = set(bounds) - {Bound.EXACT}
-    if not found:
-        return Bound.EXACT
-    return found.pop() if len(found) == 1 else Bound.UNKNOWN
 
 
 def _if_certain(smaller: Interval, *, absent: Verdict, present: Verdict) -> Verdict:

@@ -23,15 +23,13 @@ from tlk_tracking.annotation.schemas import (
     RELATIONS_FILE,
 )
 from tlk_tracking.annotation.totals import Bounded, count_totals
-from tlk_tracking.attribution.correlation import LAUNCH_GAPS
 from tlk_tracking.core.errors import AnnotationError
+from tlk_tracking.core.gaps import LAUNCH_GAPS, Bound, GapReason
 from tlk_tracking.core.places import MANIFEST_FILE
 from tlk_tracking.core.records import (
     AttributionStatus,
     Availability,
-    Bound,
     CallOutcome,
-    GapReason,
     LaunchKind,
     Origin,
     Phase,

@@ -11,8 +11,8 @@ import pyarrow.acero  # group_by loads it, better now than in the middle of a sa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from tlk_tracking.annotation.totals import LOSES_ATTRIBUTION, LOSES_TIME, relations_of_calls
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.annotation.totals import relations_of_calls
+from tlk_tracking.core.gaps import LOSES_ATTRIBUTION, LOSES_TIME, GapReason
 from tlk_tracking.core.text import csv_cell
 
 _JOINED = 8  # names of calls that share a launch; the others are a number

@@ -10,15 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from tlk_tracking.core.errors import AnnotationError
+from tlk_tracking.core.gaps import Bound, GapReason
 from tlk_tracking.core.places import MANIFEST_FILE
-from tlk_tracking.core.records import (
-    Availability,
-    Bound,
-    CallSource,
-    GapReason,
-    StepOutcome,
-    WindowSource,
-)
+from tlk_tracking.core.records import Availability, CallSource, StepOutcome, WindowSource
 
 SCHEMA = "tlk_tracking.kernel_annotation"
 SCHEMA_VERSION = 1

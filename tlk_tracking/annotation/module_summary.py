@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tlk_tracking.annotation.totals import LOSES_ATTRIBUTION, LOSES_TIME
-from tlk_tracking.core.records import GapReason
+from tlk_tracking.core.gaps import LOSES_ATTRIBUTION, LOSES_TIME, GapReason
 
 _Floats = npt.NDArray[np.float64]
 

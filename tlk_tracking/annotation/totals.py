@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,30 +10,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tlk_tracking.core.records import AttributionStatus, Availability, Bound, GapReason, LaunchKind, Origin
-
-# Which gap makes lower bounds of what.
-LOSES_ANYTHING = frozenset(
-    {
-        GapReason.RECORD_WITHOUT_LAUNCH,
-        GapReason.MODE_PAUSED_INTERIOR,
-        GapReason.LAUNCH_WITHOUT_RECORD,
-        GapReason.MODE_DISPLACED,
-        GapReason.CAPTURE_RAISED,
-        GapReason.WINDOW_TRUNCATED,
-        GapReason.WINDOW_SKIPPED,
-        GapReason.UNREADABLE_EVENT,
-        GapReason.NO_DEVICE_EVIDENCE,
-    }
+from tlk_tracking.core.gaps import (
+    LOSES_ANYTHING,
+    LOSES_ATTRIBUTION,
+    LOSES_CALLS,
+    LOSES_TIME,
+    Bound,
+    GapReason,
+    bound_of,
+    bound_of_unattributed,
 )
-LOSES_ATTRIBUTION = LOSES_ANYTHING | {
-    GapReason.GRAPH_REPLAY,
-    GapReason.FOREIGN_THREAD,
-    GapReason.LAUNCHED_OUTSIDE_DISPATCHER,
-    GapReason.LINK_DISAGREEMENT,
-}
-LOSES_CALLS = LOSES_ANYTHING | {GapReason.FOREIGN_THREAD}
-LOSES_TIME = LOSES_ANYTHING | {GapReason.INVALID_TIME}
+from tlk_tracking.core.records import AttributionStatus, Availability, LaunchKind, Origin
 
 COUNTS = (
     "aten_calls",
@@ -73,22 +59,6 @@ class Totals:
     times: dict[str, Bounded]
     by_step: dict[int, int] | None
     streams: dict[int, list[int]] | None
-
-
-def bound_of(lossy: frozenset[GapReason], reasons: Iterable[GapReason]) -> Bound:
-    """Return `lower` when one of the reasons makes this kind of number a lower bound, else `exact`."""
-    return Bound.LOWER if lossy.intersection(reasons) else Bound.EXACT
-
-
-def bound_of_unattributed(reasons: Iterable[GapReason]) -> Bound:
-    """Return the bound of a count of launches without an ATen call.
-
-    Lost attribution makes it too high and lost launches too low, so after a loss nothing is known.
-    """
-    present = frozenset(reasons)
-    if present & LOSES_ANYTHING:
-        return Bound.UNKNOWN
-    return Bound.UPPER if present & LOSES_ATTRIBUTION else Bound.EXACT
 
 
 def count_totals(

@@ -24,7 +24,7 @@ from tlk_tracking.annotation.manifest import (
 )
 from tlk_tracking.annotation.schemas import ATEN_CALLS, FUSED_NODES, LAUNCH_RELATIONS
 from tlk_tracking.annotation.totals import Totals, count_totals
-from tlk_tracking.attribution.correlation import LAUNCH_GAPS, Correlation, correlate
+from tlk_tracking.attribution.correlation import Correlation, correlate
 from tlk_tracking.attribution.fused_notes import GraphNotes
 from tlk_tracking.attribution.fused_relations import FusedRelations, relate_fused
 from tlk_tracking.attribution.kineto.event_columns import EventColumns
@@ -33,13 +33,11 @@ from tlk_tracking.attribution.kineto.trace_files import content_session
 from tlk_tracking.attribution.launch_tables import make_call_table, make_launch_tables, unavailable_launch
 from tlk_tracking.attribution.ops_file import read_ops
 from tlk_tracking.core.errors import TraceError
+from tlk_tracking.core.gaps import LAUNCH_GAPS, Bound, Gap, GapReason
 from tlk_tracking.core.records import (
     Availability,
-    Bound,
     CallSource,
     Environment,
-    Gap,
-    GapReason,
     StepBracket,
     StepOutcome,
     WindowFacts,

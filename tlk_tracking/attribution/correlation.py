@@ -22,20 +22,12 @@ from tlk_tracking.attribution.kineto.event_columns import (
 from tlk_tracking.attribution.lost_launches import count_lost_launches
 from tlk_tracking.attribution.nested_ranges import NONE, innermost, no_index, parents
 from tlk_tracking.core.errors import TraceError
-from tlk_tracking.core.records import Gap, GapReason
+from tlk_tracking.core.gaps import LAUNCH_GAPS, Gap, GapReason
 
 # Records and calls that share one correlation multiply; a trace that needs more pairs than this is none of ours.
 MAX_RELATIONS = 20_000_000
 
 DISPATCHER_OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(?:\.\w+)?")
-
-LAUNCH_GAPS = (
-    GapReason.RECORD_WITHOUT_LAUNCH,
-    GapReason.GRAPH_REPLAY,
-    GapReason.FOREIGN_THREAD,
-    GapReason.MODE_PAUSED_INTERIOR,
-    GapReason.LAUNCHED_OUTSIDE_DISPATCHER,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tlk_tracking.annotation.schemas import ATEN_CALLS, KERNEL_LAUNCHES, LAUNCH_RELATIONS
-from tlk_tracking.attribution.correlation import LAUNCH_GAPS, Correlation, has_duration
+from tlk_tracking.attribution.correlation import Correlation, has_duration
 from tlk_tracking.attribution.fused_relations import FusedRelations
 from tlk_tracking.attribution.kineto.event_columns import Bools, EventColumns, Int64s
 from tlk_tracking.attribution.launch_places import place_launches
+from tlk_tracking.core.gaps import LAUNCH_GAPS
 from tlk_tracking.core.records import AttributionStatus, CallSource, Origin
 
 _NO_THREAD = -(2**62)  # a thread whose id is no number; becomes null

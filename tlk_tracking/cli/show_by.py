@@ -15,7 +15,8 @@ from tlk_tracking.analysis.step_tables import TableName, decode_key
 from tlk_tracking.annotation.kernel_annotation import module_table
 from tlk_tracking.annotation.module_summary import MODULE_MEASURES
 from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.core.records import Availability, Bound
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Availability
 from tlk_tracking.core.text import show_number, visible
 from tlk_tracking.report.row_names import show_key
 

@@ -22,7 +22,7 @@ from tlk_tracking.analysis.rank_summary import (
 )
 from tlk_tracking.analysis.rank_work import RankPart
 from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 from tlk_tracking.core.text import short_kernel, show_number, visible
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from tlk_tracking.analysis.metrics import launch_summary, metrics
 from tlk_tracking.cli.terminal import open_console
-from tlk_tracking.core.records import Availability, Bound, CallSource, Phase
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Availability, CallSource, Phase
 from tlk_tracking.core.text import SIGNS, short_kernel, visible
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from tlk_tracking.core.gaps import Gap
+
 MARKER_PREFIX = "tlk::"
 
 # Which ranks were to record a window; a list is ascending.
@@ -59,34 +61,6 @@ class Availability(StrEnum):
     RECORDED = "recorded"
     EMPTY = "empty"
     UNAVAILABLE = "unavailable"
-
-
-class Bound(StrEnum):
-    """What a number says of the truth: equal to it, at most it, at least it, or neither."""
-
-    EXACT = "exact"
-    LOWER = "lower"
-    UPPER = "upper"
-    UNKNOWN = "unknown"
-
-
-class GapReason(StrEnum):
-    """Why a window could not see something. The first five are reasons of one launch, in the order they apply."""
-
-    RECORD_WITHOUT_LAUNCH = "record_without_launch"
-    GRAPH_REPLAY = "graph_replay"
-    FOREIGN_THREAD = "foreign_thread"
-    MODE_PAUSED_INTERIOR = "mode_paused_interior"
-    LAUNCHED_OUTSIDE_DISPATCHER = "launched_outside_dispatcher"
-    LAUNCH_WITHOUT_RECORD = "launch_without_record"
-    INVALID_TIME = "invalid_time"
-    LINK_DISAGREEMENT = "link_disagreement"
-    MODE_DISPLACED = "mode_displaced"
-    CAPTURE_RAISED = "capture_raised"
-    WINDOW_TRUNCATED = "window_truncated"
-    WINDOW_SKIPPED = "window_skipped"
-    UNREADABLE_EVENT = "unreadable_event"
-    NO_DEVICE_EVIDENCE = "no_device_evidence"
 
 
 class Origin(StrEnum):
@@ -147,15 +121,6 @@ class KernelLaunch:
     duration: float | None
     runtime_correlation: int | None
     attribution_status: AttributionStatus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Something that a window could not see: how often, and the evidence in one short sentence."""
-
-    reason: GapReason
-    count: int
-    evidence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 
 # The full-width forms too: spreadsheets in some languages take them for the plain ones.
 _FORMULA = re.compile(r"^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")

@@ -1,8 +1,8 @@
-"""Say which ranks of a fit record, and which of those are not there (argument, world size -> ranks)."""
+"""Choose the ranks of a fit that record (argument, world size -> ranks)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tlk_tracking.core.errors import ConfigurationError
 from tlk_tracking.core.records import RecordingRanks
@@ -38,13 +38,3 @@ def recording_in(chosen: RecordingRanks, *, world_size: int) -> tuple[int, ...]:
             f"ranks={list(chosen)} names rank {chosen[-1]}, and this fit has the ranks 0 to {world_size - 1}"
         )
     return chosen
-
-
-def missing_ranks(
-    chosen: RecordingRanks | None, *, world_size: int, there: Collection[int]
-) -> tuple[int, ...]:
-    """Return the ranks that should have recorded a window and are not `there`; none where that is unknown."""
-    if chosen is None:
-        return ()
-    expected = range(world_size) if chosen == "all" else chosen
-    return tuple(rank for rank in expected if rank not in there)

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlk_tracking.attribution.fused_notes import GraphNotes
 from tlk_tracking.core.errors import RecordingError
+from tlk_tracking.core.gaps import Gap, GapReason
 from tlk_tracking.core.records import (
     Environment,
-    Gap,
-    GapReason,
     Phase,
     RecordingRanks,
     StepOutcome,

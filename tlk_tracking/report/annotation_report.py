@@ -13,7 +13,8 @@ from tlk_tracking.analysis.step_counts import count_steps, known_call_keys
 from tlk_tracking.analysis.step_tables import StepTable, StepTables, TableName, decode_key
 from tlk_tracking.annotation.kernel_annotation import REPORT_FILE, KernelAnnotation, module_table
 from tlk_tracking.annotation.module_summary import MODULE_MEASURES
-from tlk_tracking.core.records import Availability, Bound, CallSource, Phase
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Availability, CallSource, Phase
 from tlk_tracking.core.text import SIGNS, show_number, visible
 from tlk_tracking.report.charts import Bar, draw_bars
 from tlk_tracking.report.page import (

@@ -13,7 +13,7 @@ from importlib.metadata import version
 import jinja2
 
 from tlk_tracking.analysis.step_tables import TableName, decode_key
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 from tlk_tracking.core.text import show_number, visible
 from tlk_tracking.report.row_names import show_call, show_inputs
 

@@ -6,7 +6,7 @@ import math
 
 from tlk_tracking.analysis.rank_summary import RankSummary, say_missing, say_slowest
 from tlk_tracking.analysis.rank_work import Communication, RankPart
-from tlk_tracking.core.records import Bound
+from tlk_tracking.core.gaps import Bound
 from tlk_tracking.core.text import show_number, visible
 from tlk_tracking.report.charts import Bar, draw_bars
 from tlk_tracking.report.page import Cell, Chart, Column, PageTable, Section, limited, text_cell

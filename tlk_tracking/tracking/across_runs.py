@@ -17,10 +17,10 @@ from tlk_tracking.analysis.metrics import METRIC_GAPS
 from tlk_tracking.analysis.step_counts import count_steps, known_call_keys
 from tlk_tracking.analysis.step_tables import TableName, key_holds
 from tlk_tracking.analysis.time_samples import Thresholds
-from tlk_tracking.analysis.verdicts import weakest
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.core.errors import ComparisonError
-from tlk_tracking.core.records import Availability, Bound, GapReason
+from tlk_tracking.core.gaps import Bound, GapReason, weakest
+from tlk_tracking.core.records import Availability
 from tlk_tracking.tracking.mlflow_tracking import load_run, search_runs
 from tlk_tracking.tracking.run_record import AVAILABILITY_TAG, LOWER_BOUND_TAG, METRIC_PREFIX, REASONS_TAG
 from tlk_tracking.tracking.run_telemetry import RunSummary

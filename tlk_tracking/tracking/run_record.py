@@ -9,7 +9,8 @@ from tlk_tracking.analysis.metrics import metrics
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
 from tlk_tracking.annotation.manifest import Manifest
 from tlk_tracking.core.errors import TrackingError
-from tlk_tracking.core.records import Availability, Bound
+from tlk_tracking.core.gaps import Bound
+from tlk_tracking.core.records import Availability
 
 METRIC_PREFIX = "kernel_telemetry/"
 TAG_PREFIX = "tlk."

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tlk_tracking.analysis.rank_summary import missing_ranks
 from tlk_tracking.annotation.kernel_annotation import KernelAnnotation
+from tlk_tracking.core.gaps import GapReason
 from tlk_tracking.core.places import ARTIFACT_ROOT
-from tlk_tracking.core.records import GapReason
-from tlk_tracking.recording.recording_ranks import missing_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
