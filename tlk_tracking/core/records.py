@@ -39,6 +39,20 @@ class StepOutcome(StrEnum):
     ABANDONED = "abandoned"
 
 
+class StepKind(StrEnum):
+    """How a recorded step was recorded: with a range around each ATen call, or with its own bracket alone."""
+
+    MARKED = "marked"
+    PLAIN = "plain"
+
+
+class Clock(StrEnum):
+    """Which clock timed the unprofiled steps: the device's (CUDA events) or the host's."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class LaunchKind(StrEnum):
     """What ran on the device, from Kineto's typed category alone."""
 
@@ -125,10 +139,33 @@ class KernelLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBracket:
-    """One step of a window and how it ended."""
+    """One recorded step of a window, and how it ended."""
 
     step: int
     outcome: StepOutcome
+    kind: StepKind = StepKind.MARKED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnprofiledStep:
+    """The length of one step before the warm-up, while no profiler ran.
+
+    `phase_ns` are the lengths of its phases, in the order in which they began, a phase that came twice added up;
+    None where the hooks could not tell the phases of this step apart. They add up to `length_ns`.
+    """
+
+    step: int
+    length_ns: int
+    phase_ns: dict[Phase, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnprofiledSteps:
+    """The unprofiled steps of a window. `after_session`: a profiler session had run before in this process."""
+
+    clock: Clock
+    after_session: bool
+    steps: tuple[UnprofiledStep, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +197,10 @@ class WindowFacts:
         session: 8 lowercase hex digits; the markers of this window carry it.
         first_step: first step of the active part.
         warmup: warm-up steps before it.
-        requested: active steps that were asked for.
-        steps: the brackets that were opened in the active part, in order.
+        requested: marked steps that were asked for.
+        plain: plain steps that were asked for before the marked ones, and as many after them.
+        steps: the brackets that were opened after the warm-up, in order, plain and marked.
+        unprofiled: the steps that were timed before the warm-up; None without two of them.
         synchronized: whether the device was synchronized at both ends of the active part.
         device_expected: False when it is known that no device record could be made (no CUDA); its
             reason is `unavailable_reason`.
@@ -184,4 +223,6 @@ class WindowFacts:
     recording_ranks: RecordingRanks | None = None
     global_step: int = 0
     gaps: tuple[Gap, ...] = ()
+    plain: int = 0
+    unprofiled: UnprofiledSteps | None = None
     environment: Environment = Environment()
